@@ -328,8 +328,7 @@ class EngineInterleaver(Interleaver):
 
     def visit(self, location: str, value: Any) -> Any:
         """`handle` at one of `points`, from the model."""
-        if not self._synced:
-            self.sync_once()
+        self.sync_once()
         visits = self.visits
         visits.event_count += 1
         point, visit = self.points.opened[location], visits.counts.get(location, 0)
@@ -344,8 +343,7 @@ class EngineInterleaver(Interleaver):
             if self._in_order:
                 ready.sort(key=lambda block: block.trace.order)
             self.blocks.serve(ready, location, visit, shared)
-        if shared.row_memory:
-            self._row_memory += shared.row_memory
+        self._row_memory += shared.row_memory
         value = shared.settle()
         if shared.edits:
             self.nan_check.check(value, point.of_logits, shared.edits)
