@@ -53,7 +53,9 @@ def batch_views(tensors: Iterable[torch.Tensor], pieces: Collection[int] = ()) -
     """
     found: dict[int, torch.Tensor] = {}
     for tensor in tensors:
-        if tensor.layout is torch.strided and (tensor._base is not None or tensor.untyped_storage().nbytes() > tensor.nbytes):
+        if tensor.layout is torch.strided and (
+            tensor._base is not None or tensor.untyped_storage().nbytes() > tensor.nbytes
+        ):
             if not (tensor.requires_grad or type(tensor) is torch.nn.Parameter):
                 if not pieces or tensor.untyped_storage()._cdata not in pieces:
                     found[id(tensor)] = tensor
