@@ -135,11 +135,32 @@ def block(lm: Any, ids: list[int], added: torch.Tensor) -> list[torch.Tensor]:
         lm.model.layers[1].output = h + added.to(h.device, h.dtype)
         branch = lm.model.layers[2].mlp.output.save()
         logits = lm.output.logits.save()
+    check_modules(tracer)
+    check_receipt(lm, ids)
+    return [q[0], branch[0], logits[0]]
+
+
+def check_modules(tracer: Any) -> None:
+    """A block ran in the passes of vLLM."""
     steps = " ".join(tracer.receipt.steps)
     if "vllm" in steps and "modules" not in steps:
         raise RuntimeError(f"the block did not run in the passes: {tracer.receipt}")
-    check_receipt(lm, ids)
-    return [q[0], branch[0], logits[0]]
+
+
+STATES = ("attn_out.0", "resid_mid.1", "resid_post.1", "mlp_out.2", "resid_post.3")
+
+
+def steered_block(lm: Any, ids: list[int], added: torch.Tensor) -> list[torch.Tensor]:
+    """States of a request that steers, captures and has a block, which waits at the end of a layer: vLLM computes all layers."""
+    from pymllm_interp import Steer
+
+    ops = [Steer("embed", added), Steer("resid_post.1", added), Steer("mlp_out.2", added)]
+    with lm.trace(ids, interventions=ops, capture=list(STATES)) as tracer:
+        hidden = lm.model.layers[1].output
+        if hidden.sum() > 1e9:  # a value decides, so the block does not lower
+            hidden[:] = 0
+    check_modules(tracer)
+    return [tracer.activations[site] for site in STATES]
 
 
 def check_receipt(lm: Any, ids: list[int]) -> None:
@@ -212,14 +233,14 @@ def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]
         again = lm.generate(prompts, params, interventions=ops, capture=captures)
         plain = lm.generate([prompts[0]], params, capture=["resid_post.1"])[0]
         blocks = why_without_blocks(lm.backend.facts.hf_config) is None
-        read = block(lm, prompts[0], vector(10)) if blocks else []
+        read = block(lm, prompts[0], vector(10)) + steered_block(lm, prompts[0], vector(11)) if blocks else []
         name = lm.backend.facts.engine_name
     with LM(folder, dtype="float32", device="cpu", max_model_len=512) as own:
         worst: dict[str, float] = {}
         for name_of, found, theirs in zip(
-            ("q_proj", "mlp", "logits") if blocks else (),
+            ("q_proj", "mlp", "logits", *STATES) if blocks else (),
             read,
-            block(own, prompts[0], vector(10)) if blocks else [],
+            block(own, prompts[0], vector(10)) + steered_block(own, prompts[0], vector(11)) if blocks else [],
             strict=True,
         ):
             off = (found.float() - theirs).norm(dim=-1).max() / theirs.norm(dim=-1).square().mean().sqrt()
