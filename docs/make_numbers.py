@@ -315,7 +315,7 @@ def hooks_in_vllm() -> str:
 @table_of("vllm-ranks-h200")
 def hooks_in_ranks_of_vllm() -> str:
     """Throughput with hooks on two ranks by plain vLLM's with the same ranks."""
-    speed = read("h200x2-vllm-ranks-ee63df92.json")["speed"]
+    speed = read("h200x2-vllm-ranks-ee63df92.json")["speed"] | read("h200x2-vllm-ranks-f213574f.json")["speed"]
     names = {"tp": "tensor", "pp": "pipeline", "dp": "data", "ep": "experts, a MoE shape"}
     return _by_case({shown: speed[name]["ratios"] for name, shown in names.items()})
 
