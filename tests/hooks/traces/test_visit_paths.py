@@ -1,4 +1,4 @@
-"""Short ways of a visit: names of a block, assignments of the tensor that was served, and the thread's stack."""
+"""Short ways of a visit: names of a block, and assignments of the tensor that was served."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from greenlet import getcurrent
 
 from pymllm_interp import LM
 from pymllm_interp.hooks.traces.blocks.names import BlockNames
@@ -123,15 +122,6 @@ def test_an_assignment_in_place_is_counted_like_any_other(lm: LM) -> None:
     with lm.trace(PROMPTS[0]) as again:
         lm.model.layers[1].output = lm.model.layers[1].output.mul_(2.0)
     assert tracer.receipts[0].edits == again.receipts[0].edits == 2  # torch's count, and the assignment
-
-
-def test_a_visit_does_not_copy_the_stack_of_the_model(lm: LM) -> None:
-    """A block begins deeper in the thread's stack than the model's calls: greenlet copies what two greenlets share."""
-    found: list[int] = []
-    with lm.trace(PROMPTS[0]):
-        lm.model.layers[1].mlp.down_proj.output  # noqa: B018
-        found.append(getcurrent().parent._stack_saved)
-    assert found == [0]
 
 
 def test_names_are_found_in_nnsights_order() -> None:
