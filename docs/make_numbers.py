@@ -125,7 +125,7 @@ def latencies_on_an_h100() -> str:
 @table_of("sglang-h200")
 def serving_beside_sglang() -> str:
     """Percentiles of both servers in one lease, over HTTP."""
-    record = read("h200-serving-sglang-9e68a46c.json")["rows"]
+    record = read("h200-http-sglang-9e68a46c.json")["rows"]
     rows: list[tuple[str, ...]] = []
     for load in ("poisson-10", "clients-32", "clients-256"):
         ours, peer = (next(r for r in record if (r["name"], r["load"]) == (name, load)) for name in ("ours", "sglang"))
@@ -145,7 +145,7 @@ def serving_beside_sglang() -> str:
 @table_of("burst-h200")
 def prompt_tokens_of_a_step() -> str:
     """Servers with two sizes of a step of several prompts, over HTTP; means of their turns."""
-    record = read("h200-serving-burst-5afa9366.json")["rows"]
+    record = read("h200-http-burst-5afa9366.json")["rows"]
     rows: list[tuple[str, ...]] = []
     for load in ("clients-32", "clients-256", "poisson-25", "mix"):
         speeds, times = [], dict[str, list[str]]()
@@ -451,7 +451,7 @@ def readme() -> str:
             next(r for r in record if (r["name"], r["load"]) == (name, load))["tpot_ms"]["p50"]
             for load in ("poisson-10", "clients-32", "clients-256")
         )
-        for record in [read("h200-serving-sglang-9e68a46c.json")["rows"]]
+        for record in [read("h200-http-sglang-9e68a46c.json")["rows"]]
         for name in ("ours", "sglang")
     }
     cpu = read("cpu-demo-bfloat16.json")["decode"][0]
