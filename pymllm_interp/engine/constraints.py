@@ -86,7 +86,7 @@ class RequestConstraint:
             self.seconds = SLOW_SECONDS
         else:
             self.seconds += WEIGHT * (seconds - self.seconds)
-        row &= self._constraint.allowed  # pyright: ignore[reportAttributeAccessIssue]
+        self._constraint.cut(row)  # pyright: ignore[reportAttributeAccessIssue]
         self._masks = [self._checked(row)]
 
     def mask(self, rows: torch.Tensor, drafts: Sequence[int] = ()) -> None:

@@ -207,7 +207,9 @@ def test_a_mask_of_a_grammar_leaves_out_what_may_not_come_at_all(folder):
             allowed = compiled.allowed.clone()
             for token in forbidden:
                 allowed.view(torch.uint8).numpy()[token // 8] &= 255 ^ (1 << token % 8)
-            constraint = grammar_constraint.GrammarConstraint(compiled.compiled, allowed, compiled.end_ids, "regex")
+            constraint = grammar_constraint.GrammarConstraint(
+                compiled.compiled, allowed, allowed, compiled.end_ids, "regex"
+            )
             row = empty_bitmask(1, len(tokenizer))[0]
             constraint.mask(row)
             assert (allows(row, a), allows(row, b)) == (not forbidden, True)

@@ -26,15 +26,19 @@ class GrammarConstraint:
     Args:
         compiled: xgrammar's CompiledGrammar.
         allowed: [words] int32, tokens that may come at all.
+        within: [words] int32, the same without end-of-sequence tokens.
         end_ids: end-of-sequence tokens.
         name: kind of the structured output, for messages.
     """
 
-    def __init__(self, compiled: Any, allowed: torch.Tensor, end_ids: Collection[int], name: str) -> None:
+    def __init__(
+        self, compiled: Any, allowed: torch.Tensor, within: torch.Tensor, end_ids: Collection[int], name: str
+    ) -> None:
         from xgrammar import GrammarMatcher
 
         self._matcher = GrammarMatcher(compiled, override_stop_tokens=list(end_ids))
-        self.allowed, self._end_ids, self.name = allowed, frozenset(end_ids), f"structured_outputs ({name})"
+        self._allowed, self._within = allowed, within
+        self._end_ids, self.name = frozenset(end_ids), f"structured_outputs ({name})"
         self._seconds, self._allowance = 0.0, MASK_SECONDS
         self._queue: list[int] = []  # accepted, and not taken yet
         self._past_end = 0  # tokens after the one that ended the text: of a request with ignore_eos
@@ -46,11 +50,18 @@ class GrammarConstraint:
             return
         started = time.thread_time()
         self._matcher.fill_next_token_bitmask(row[None], 0)
-        row &= self.allowed
+        self.cut(row)
         self._check_time(started)
 
+    def cut(self, row: torch.Tensor) -> None:
+        """Forbid tokens that may not come at all, and the end of a text that is not complete.
+
+        xgrammar 0.2.9 allows the end of "[^a-z]?.+" at once, and of other patterns with parts that may be left out.
+        """
+        row &= self._allowed if self._matcher.is_completed() else self._within
+
     def matcher(self) -> Any:
-        """xgrammar's matcher for the next mask; None if the text is complete. The mask is to be cut to `allowed`."""
+        """xgrammar's matcher for the next mask; None if the text is complete. The mask is to be `cut`."""
         self._take()
         return None if self._matcher.is_terminated() else self._matcher
 

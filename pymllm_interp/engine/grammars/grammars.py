@@ -51,12 +51,14 @@ class CompiledOutputs:
     """xgrammar's CompiledGrammar."""
     allowed: torch.Tensor
     """[words] int32: tokens that may come at all. Special tokens may, if the grammar names them or they end the text."""
+    within: torch.Tensor
+    """The same without those that end the text."""
     end_ids: tuple[int, ...]
     name: str
 
     def constraint(self) -> GrammarConstraint:
         """The constraint of a new request."""
-        return GrammarConstraint(self.compiled, self.allowed, self.end_ids, self.name)
+        return GrammarConstraint(self.compiled, self.allowed, self.within, self.end_ids, self.name)
 
 
 class Grammars:
@@ -202,7 +204,9 @@ class Grammars:
         if compiled.memory_size_bytes > MAX_GRAMMAR_BYTES:
             size = f"{compiled.memory_size_bytes >> 20} MiB; at most {MAX_GRAMMAR_BYTES >> 20}"
             raise GrammarError(f"{_named(spec)} takes {size}: make it simpler")
-        found = CompiledOutputs(compiled, self._allowed(spec.text), self._end_ids, spec.kind)
+        special = {token for token, word in self._special.items() if word not in spec.text}.difference(self._end_ids)
+        allowed, within = self._without(special), self._without(special.union(self._end_ids))
+        found = CompiledOutputs(compiled, allowed, within, self._end_ids, spec.kind)
         row = empty_bitmask(1, self._vocab_size)[0]
         found.constraint().mask(row)
         if not row.any():
@@ -225,11 +229,12 @@ class Grammars:
 
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    def _allowed(self, text: str) -> torch.Tensor:
+    def _without(self, token_ids: Iterable[int]) -> torch.Tensor:
+        """[words] int32: all tokens but these."""
         row = empty_bitmask(1, self._vocab_size)[0]
         eights = row.view(torch.uint8).numpy()
-        for token, word in self._special.items():
-            if token < self._vocab_size and token not in self._end_ids and word not in text:
+        for token in token_ids:
+            if token < self._vocab_size:
                 eights[token // 8] &= 255 ^ (1 << token % 8)
         return row
 
