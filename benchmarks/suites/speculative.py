@@ -300,8 +300,11 @@ def mask_us(vocab: int = MASK_VOCAB, repeats: int = 10) -> dict[str, float] | No
     info = xgrammar.TokenizerInfo(texts, stop_token_ids=[0])
     compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))
     place, seconds = {text: i for i, text in enumerate(texts)}, []
+    allowed = empty_bitmask(1, len(texts))[0]
+    within = allowed.clone()
+    within[0] -= 1  # without "</s>"
     for _ in range(repeats):
-        constraint = GrammarConstraint(compiled, empty_bitmask(1, len(texts))[0], [0], "schema")
+        constraint = GrammarConstraint(compiled, allowed, within, [0], "schema")
         for sign in TEXT:
             row = empty_bitmask(1, len(texts))[0]
             started = time.perf_counter()
