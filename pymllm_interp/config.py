@@ -187,7 +187,7 @@ class ServerConfig(EngineTuning):
     limit."""
     max_prefill_tokens: int | None = None
     """Maximum prompt tokens of a step in which several requests have some. A single one may fill `max_num_tokens`. Small numbers
-    bring first tokens of a burst sooner, and cost throughput. None: `max_num_tokens` is the only limit; `serve` on CUDA: 2048."""
+    bring first tokens of a burst sooner, and cost throughput. None: `max_num_tokens` is the only limit. `serve` sets 2048."""
     attention_backend: str = "auto"
     """ "torch", or "flashinfer" on CUDA."""
     disable_cuda_graph: bool = False

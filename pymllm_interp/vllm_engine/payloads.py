@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -126,8 +126,8 @@ def dumped(value: Any, keys: TensorKeys, tensors: dict[TensorKey, torch.Tensor])
     return buffer.getvalue()
 
 
-def loaded(data: bytes, tensors: Mapping[TensorKey, torch.Tensor] | Callable[[Any], torch.Tensor]) -> Any:
+def loaded(data: bytes, tensors: Mapping[TensorKey, torch.Tensor]) -> Any:
     """The value of `dumped`. Raises KeyError: one of its tensors is not here."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
-    unpickler.persistent_load = tensors if callable(tensors) else tensors.__getitem__
+    unpickler.persistent_load = tensors.__getitem__
     return unpickler.load()
