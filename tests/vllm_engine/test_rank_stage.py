@@ -321,6 +321,30 @@ def test_rows_of_drafts_that_were_not_accepted_come_again(way: str, monkeypatch:
             torch.testing.assert_close(found.declared.activations[site], rows)
 
 
+@pytest.mark.parametrize("rows", [8, 1])
+def test_rows_that_are_computed_again_count_once(way: str, rows: int) -> None:
+    """Preempted while it has a row of the tables, and while it has none; twice, the second time in the prompt."""
+    wanted, found = Rank(rows=8), Rank(rows=rows)
+    for rank in (wanted, found):
+        for name in ("a", "c"):
+            rank.add(name)
+    for first, count in ((0, PROMPT), *((PROMPT + i, 1) for i in range(NEW - 1))):
+        wanted.step([("c", first, count)])
+    for first, count in ((0, 4), (4, PROMPT - 4), (PROMPT, 1)):
+        found.step([("c", first, count)])
+    found.step([("a", 0, PROMPT)])  # with one row, "c" has none then
+    found.stage.preempted("vllm-c")
+    found.step([("c", 0, 7)])
+    found.stage.preempted("vllm-c")
+    for first, count in ((0, 9), (9, 3), (PROMPT + 1, 1), (PROMPT + 2, 1)):
+        found.step([("c", first, count)])
+    (one, other) = (rank.finish("c", NEW) for rank in (found, wanted))
+    fires = other.declared.applied[-1].gate_fires
+    assert fires is not None and 0 < fires < PROMPT + NEW - 1
+    assert one.error is None and one.declared.applied == other.declared.applied
+    assert one.preemptions == 2 and one.steps == {"made up": 8}
+
+
 def test_steps_behind_the_last_token_are_not_counted(way: str) -> None:
     """vLLM schedules a step before it knows that a token ends the generation. Only one of the two requests has such a step."""
     rank = Rank(4)

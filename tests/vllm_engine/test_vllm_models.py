@@ -82,7 +82,8 @@ CASES = {
         "gemma2", "vllm V1 none", {"disable_cuda_graph": False, "max_num_tokens": 64, EMBEDS: True, **DENSE}
     ),
     "llama, device tables, in the norms": Case(
-        "llama", "vllm V1 none", {"max_num_tokens": 24, **LORA, **DENSE}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
+        "llama", "vllm V1 none", {"max_num_tokens": 24, "kv_cache_tokens": 384, **LORA, **DENSE},
+        {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}, preempts=True,
     ),
     "llama, drafts": Case("llama", "vllm V1 none", {"max_num_tokens": 48, "kv_cache_tokens": 384, **NGRAM, **DENSE}, preempts=True),
     "lfm2, chunks of 40, a small pool": Case(

@@ -58,6 +58,7 @@ class StepBatch:
         self.touches_logits = any(logits_site in one.sites for _, one in self.hooked)
         self._tokens = np.zeros(len(self.ids), dtype=np.int64)
         self._met = np.zeros(len(self.ids), dtype=np.int64)
+        self._stops = np.zeros(len(self.ids), dtype=np.int64)
         self._steps: Counter[str] = Counter()
         self._last_steps = deque[tuple[str, np.ndarray]](maxlen=MAX_STEPS_BEHIND)
 
@@ -73,6 +74,7 @@ class StepBatch:
         self._tokens += tokens
         self._steps[mode] += 1
         self._last_steps.append((mode, first))
+        self._stops = first + tokens
         if calls:
             self._met += calls * tokens
 
@@ -82,6 +84,7 @@ class StepBatch:
             for i, one in self.hooked:
                 one.scheduled += int(self._tokens[i])
                 one.met += int(self._met[i])
+                one.computed = max(one.computed, int(self._stops[i]))
                 one.steps.update(self._steps)
                 one.last_steps.extend((mode, int(first[i])) for mode, first in self._last_steps)
             self._tokens[:], self._met[:], self._steps = 0, 0, Counter()

@@ -24,6 +24,7 @@ class HookedRequest:
         declared: None once its results were asked for.
         met: rows that the op met of it, over all taps; on CUDA the tables' count comes on top.
         scheduled: token rows of its steps.
+        computed: positions that steps have computed, before a preemption, too.
         steps: number of steps by execution.
     """
 
@@ -34,6 +35,7 @@ class HookedRequest:
     declared: Declared | None = None
     met: int = 0
     scheduled: int = 0
+    computed: int = 0
     steps: Counter[str] = field(default_factory=Counter)
     last_steps: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=MAX_STEPS_BEHIND))
     """Execution and first position of each of its last steps."""

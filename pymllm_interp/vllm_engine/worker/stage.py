@@ -152,16 +152,27 @@ class RankStage:
                 self._free_row(found)
 
     def preempted(self, vllm_id: str, num_tokens: int | None = None) -> None:
-        """vLLM takes a request's KV, and computes it again later.
+        """vLLM takes a request's KV, and computes it again later. Gates count each position once.
 
         Args:
             num_tokens: its tokens, without drafts that were not accepted. All but the last have states.
         """
-        if (found := self._known.get(vllm_id)) is not None:
-            found.preemptions += 1
-            if num_tokens is not None and found.declared is not None:
-                with self.lock:
-                    found.declared.settle(num_tokens - 1)
+        if (found := self._known.get(vllm_id)) is None:
+            return
+        found.preemptions += 1
+        with self.lock:
+            if found.declared is None:
+                return
+            self._close_batch()
+            if num_tokens is not None:
+                found.computed = min(found.computed, num_tokens - 1)
+                found.declared.settle(found.computed)
+            if not self.in_tables:
+                return
+            if found.row is None:
+                found.declared.fires.count_from(found.computed)
+            else:
+                self._enter([found])
 
     def _free_row(self, found: HookedRequest) -> None:
         if found.row is not None:
@@ -190,15 +201,22 @@ class RankStage:
             return
         if len(self._rows) < len(live):
             self._evict(set(req_ids))
-        new: list[NewRequest] = []
         for found in live:
-            found.row = self._rows.pop()
-            found.hooks.bound = found.declared
-            new.append(NewRequest(found.request_id, found.row, found.prompt_len, [], 0, _NEUTRAL, 0, hooks=found.hooks))
+            found.row, found.hooks.bound = self._rows.pop(), found.declared
         if self.in_tables:
             (rows,) = upload(self.device, np.array([found.row for found in live], dtype=np.int64))
             self.buffers.seen.index_fill_(0, rows, 0)
-        self.stage.enter(new)
+        self._enter(live)
+
+    def _enter(self, live: Sequence[HookedRequest]) -> None:
+        """Write the rows of requests. Those that have been preempted count fires from their first new position on."""
+        self.stage.enter([
+            NewRequest(
+                one.request_id, one.row or 0, one.prompt_len, [], 0, _NEUTRAL, 0, hooks=one.hooks,
+                num_counted=one.computed if one.preemptions else 0,
+            )
+            for one in live
+        ])  # fmt: skip
 
     def _live(self, vllm_id: str) -> HookedRequest | None:
         found = self._known.get(vllm_id)
