@@ -13,7 +13,7 @@ from transformer_lens.model_bridge.driver_protocol import ForwardResult, Interve
 from transformer_lens.model_bridge.sources._driver_base import DriverBase
 
 from ..client.calls.model import ClientModel
-from ..client.calls.site_hooks import state_at
+from ..client.calls.site_hooks import put_state, state_at
 from ..hooks.captures.spec import Capture
 from .interventions import declared
 from .layout import Layout
@@ -240,6 +240,7 @@ class EngineDriver(DriverBase):
             point.output = point.output + (new - before).sum(-2).to(held.dtype)
         elif place.kind:
             value.copy_(new)
+            put_state(place.kind, held, self.spec, value)
         else:
             if new is seen:
                 value.copy_(seen)  # as in the module that reads it, whoever else holds the tensor sees the edit

@@ -121,12 +121,15 @@ def _gradients(
 
 
 def _differentiated(lm: Any, places: Sequence[PlacedHooks], metric: RowMetric) -> Any:
-    tensors = [value_at(lm, place) for place in places]
+    tensors, states = list[torch.Tensor](), list[torch.Tensor]()
+    for place in places:
+        tensors.append(value_at(lm, place))
+        states.append(place.state_in(tensors[-1])[0].detach().clone())  # Falcon adds to its MLP's output in place
     value = metric(lm.output.logits[:, -1].float())
     gradients = torch.autograd.grad(value.sum(), tensors)
     return (
         [place.state_in(gradient)[0].clone() for place, gradient in zip(places, gradients, strict=True)],
-        [place.state_in(tensor)[0].detach().clone() for place, tensor in zip(places, tensors, strict=True)],
+        states,
         value.detach(),
     )
 

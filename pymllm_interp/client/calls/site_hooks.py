@@ -11,7 +11,7 @@ import torch
 from ...core.model_spec import LOGITS, ModelSpec
 from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
-from ...layers.rope import heads_of
+from ...models.transformers.site_ends import QKVSlice
 from .activation_cache import NamesFilter, lens_name, select_sites, select_traced_sites
 
 HookFunction = Callable[..., torch.Tensor | None]
@@ -61,31 +61,43 @@ class PlacedHooks:
             found = model.output.logits  # a soft-cap is behind the head
         else:
             found = getattr(model.get(self.module), self.end)
-        value: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        value = self.state_in(value)  # a view: writing to it edits the state
+        whole: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        value = self.state_in(whole)
         for function in self.functions:
             new = function(value, hook=self.point)
             if new is None:
+                put_state(self.point.site.kind, whole, self.model, value)  # it may have written to it
                 continue
             if not isinstance(new, torch.Tensor) or new.shape != value.shape:
                 got = list(new.shape) if isinstance(new, torch.Tensor) else type(new).__name__
                 raise ValueError(f"the hook at {self.point.name} returned {got}; expected {list(value.shape)}, or None")
             if new is not value:
                 value.copy_(new)
+            put_state(self.point.site.kind, whole, self.model, value)
 
     def state_in(self, value: torch.Tensor) -> torch.Tensor:
-        """The site's state [prompts, tokens, ...] in the value at the module's end: a view."""
+        """The site's state [prompts, tokens, ...] in the value at the module's end, see `state_at`."""
         return state_at(self.point.site.kind, value, self.model)
 
 
 def state_at(kind: str, value: torch.Tensor, model: ModelSpec) -> torch.Tensor:
-    """The state [batch, tokens, ...] of a kind of site in the value at its module's end: a view."""
+    """The state [batch, tokens, ...] of a kind of site in the value at its module's end: a view.
+    Queries beside their group's key and value (Falcon) have no strides as one tensor: a copy, see `put_state`."""
     if not model.family.is_slice(kind):
         rows = value.flatten(2) if value.ndim == 4 and kind.startswith("resid_") else value  # of several streams, all
         return rows.unflatten(-1, model.shape(kind))
-    heads = value.flatten(0, 1).unflatten(-1, (-1, model.head_dim))
-    found = heads_of(heads, model.shape("k")[0], model.family.by_head)["qkv".index(kind)]
-    return found.unflatten(0, value.shape[:2])
+    return _slice(kind, model).of(value).flatten(-3, -2)
+
+
+def put_state(kind: str, value: torch.Tensor, model: ModelSpec, state: torch.Tensor) -> None:
+    """Write the state that `state_at` gave back to the value, if it is a copy."""
+    if model.family.is_slice(kind) and state.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+        view = _slice(kind, model).of(value)
+        view.copy_(state.view(view.shape))
+
+
+def _slice(kind: str, model: ModelSpec) -> QKVSlice:
+    return QKVSlice(kind, model.shape("q")[0], model.shape("k")[0], model.family.by_head)
 
 
 def placed_hooks(fwd_hooks: Iterable[tuple[NamesFilter, HookFunction]], model: ModelSpec) -> list[PlacedHooks]:

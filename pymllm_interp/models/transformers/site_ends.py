@@ -48,7 +48,7 @@ class QKVSlice:
     by_head: bool
 
     def of(self, output: torch.Tensor) -> torch.Tensor:
-        """The part's view of the projection's output [1, tokens, width]: [1, tokens, (kv heads,) heads, head_dim]."""
+        """The part's view of the projection's output [..., width]: [..., groups, heads of a group, head_dim]."""
         groups = self.kv_heads if self.by_head else 1
         queries, keys = self.heads // groups, self.kv_heads // groups
         parts = output.unflatten(-1, (groups, queries + 2 * keys, -1))

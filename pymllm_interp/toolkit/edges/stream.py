@@ -20,7 +20,7 @@ from .norms import StreamNorm
 
 NEEDED = ("resid_pre", "q", "k", "v", "z", "attn_out", "mlp_out", "final_norm")
 """Kinds of sites that a graph of edges needs."""
-UNREAD = ("bloom", "falcon")
+UNREAD = ("bloom", "falcon", "mpt", "xglm")
 """Families with layers that do not say which rows of their first input are a prompt's."""
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest error of the sums, as a share of the largest state, by dtype; 0.1 for others."""
