@@ -107,6 +107,44 @@ class Weight(nn.Parameter):
         )
 
 
+class ElsewhereWeight(Weight):
+    """A weight whose values are elsewhere: on a server, or in kernels of vLLM. Only its shape and the like can be read.
+
+    Torch computes with a meta tensor beside one of the CPU in some products, and returns memory without values.
+    """
+
+    FACTS = frozenset({
+        "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "is_meta", "is_cuda", "is_leaf", "size", "dim",
+        "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__", "__repr__", "__format__", "__hash__",
+        "_version", "grad", "grad_fn",
+    })  # fmt: skip
+    why = "has its values elsewhere"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer for `FACTS`; refuse all else."""
+        name = getattr(func, "__name__", "")
+        name = getattr(func.__self__, "__name__", name) if name == "__get__" else name
+        if name not in cls.FACTS:
+            own = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, cls)), None)
+            raise NotImplementedError(f"a weight {cls.why}" if own is None else f"`{own.path}` {own.why}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def refuse_weights(module: nn.Module, why: str) -> None:
+    """Have uses of the values that a sealed tree does not have refused.
+
+    Args:
+        why: message behind the weight's name.
+    """
+    for parameter in module.parameters():
+        if parameter.is_meta:
+            parameter.__class__ = ElsewhereWeight
+            assert isinstance(parameter, ElsewhereWeight)
+            parameter.why = why
+
+
 def write(weight: Weight | WeightBuffer, value: Any) -> None:
     """Copy `value` into a weight. Raises ValueError: no tensor, or one of another shape, dtype or device."""
     if not isinstance(value, torch.Tensor):

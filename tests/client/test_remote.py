@@ -335,6 +335,27 @@ def test_forward_passes_and_transformer_lens_calls(lm, local):
     torch.testing.assert_close(hooked, local.run_with_hooks(PROMPT, [("resid_post.0", halve)]), atol=1e-4, rtol=1e-4)
 
 
+def test_modules_and_weights_are_used_in_blocks_only(lm, local):
+    """The client's tree has no values: products of torch with a meta tensor return memory that nobody wrote."""
+    down = lm.model.layers[0].mlp.down_proj
+    own = local.model.layers[0].mlp.down_proj.weight
+    assert (down.weight.shape, down.weight.dtype, len(down.weight)) == (own.shape, own.dtype, len(own))
+    rows = torch.ones(1, own.shape[1])
+    for call in (lm.lm_head, lm.model.norm, lm.lm_head._module, down):
+        with pytest.raises(NotImplementedError, match="runs in the model's process"):
+            call(rows)
+    for use in (
+        lambda: rows @ down.weight.T, lambda: down.weight.mul_(2), lambda: down.weight[0], lambda: down.weight.sum(),
+        lambda: torch.nn.functional.linear(rows, down.weight), lambda: torch.cat([down.weight, down.weight]),
+        lambda: setattr(down.weight, "data", own),
+    ):  # fmt: skip
+        with pytest.raises((NotImplementedError, ValueError), match="weight.* has"):
+            use()
+    with lm.trace(PROMPT):
+        row = lm.model.layers[0].mlp.down_proj.weight[0].save()
+    assert torch.equal(row, own[0])
+
+
 def test_sweeps_run_as_requests_and_attribution_is_refused(lm, local):
     arguments = {"metric": ("w7", "w11"), "site": "z", "heads": [0, 4], "positions": [1, -1]}
     found, own = (each.patch_sweep(PROMPT, "w3 w2 w15 w9", **arguments) for each in (lm, local))

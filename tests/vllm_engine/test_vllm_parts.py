@@ -24,7 +24,7 @@ from pymllm_interp.core.step import RequestHooks
 from pymllm_interp.hooks.bound_hooks import Bindings, BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.interventions import Generated
-from pymllm_interp.layers.seal import seal
+from pymllm_interp.layers.seal import refuse_weights, seal
 from pymllm_interp.models.native.llama import LlamaForCausalLM
 from pymllm_interp.models.weights.source import ModelSource
 from pymllm_interp.server.http.errors import api_error
@@ -40,7 +40,7 @@ from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
 from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_block
 from pymllm_interp.vllm_engine.settings import additional_config, limits_of, server_config_of
 from pymllm_interp.vllm_engine.structures import structure_of
-from pymllm_interp.vllm_engine.worker.blocks.tree import refuse_weights
+from pymllm_interp.vllm_engine.worker.blocks.tree import WEIGHTS
 from pymllm_interp.vllm_engine.worker.egress.result_arena import ResultArena
 
 CONFIG = LlamaConfig(
@@ -556,7 +556,7 @@ def test_adapters_have_numbers_of_their_own(tmp_path: Path, monkeypatch: pytest.
 def test_weights_that_only_vllm_has_are_refused_by_name() -> None:
     module: Any = LlamaForCausalLM(CONFIG, SPEC, "meta", 1)
     seal(module)
-    refuse_weights(module)
+    refuse_weights(module, WEIGHTS)
     layer, rows = module.model.layers[1], torch.ones(3, 288)
     for weight, name in (
         (layer.self_attn.q_proj.weight, r"model\.layers\.1\.self_attn\.q_proj\.weight"), (module.lm_head.weight, "lm_head"),

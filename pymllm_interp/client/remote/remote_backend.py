@@ -8,8 +8,9 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from safetensors.torch import save
@@ -25,7 +26,7 @@ from ...core.structured.structured_outputs import StructuredOutputs
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.tracer import EngineTracer, TraceInput
-from ...layers.seal import seal
+from ...layers.seal import refuse_weights, seal
 from ...models.registry import NATIVE, architecture_of, spec_of
 from ...utils.arguments import PromptError
 from ...utils.device import DTYPES
@@ -228,7 +229,14 @@ def tree_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> nn.Modul
             model.add_module(name, child)
         model.spec = spec  # pyright: ignore
     seal(model)
+    refuse_weights(model, "has its values in the model's process: use them inside the block of a trace")
+    for path, module in model.named_modules():  # products hold their weights in ways that torch's functions do not see
+        vars(module)["_call_impl"] = partial(_refuse_call, path)
     return model
+
+
+def _refuse_call(path: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(f"`{path}` runs in the model's process: call it inside the block of a trace")
 
 
 def _tokenizer(engine: RemoteEngine, info: dict[str, Any]) -> tuple[Any, Pooler]:

@@ -38,7 +38,7 @@ from ..stage import RankStage
 from .kept_kv import KeptKV
 from .ranks import Ranks
 from .row_adapters import RowAdapters
-from .tree import BlockTree, refuse_weights
+from .tree import WEIGHTS, BlockTree
 
 logger = logging.getLogger(__name__)
 _NEUTRAL = SamplingParams()
@@ -132,7 +132,7 @@ class RankTraces:
 
     def _begin_serving(self, module: Any) -> None:
         seal(module)
-        refuse_weights(module)
+        refuse_weights(module, WEIGHTS)
         stage = self._stage = TracedStage("eager")
         stage.model_spec = self._spec
         stage.has_experts = False

@@ -20,7 +20,6 @@ from ....core.model_spec import ModelSpec
 from ....layers.linear import Embedding, Linear, MergedLinear, Projection
 from ....layers.moe import Experts, TopKRouter
 from ....layers.norm import NormModule
-from ....layers.seal import Weight
 from ....models.registry import NATIVE, architecture_of
 from ...settings import OURS
 from ..stage import RankStage
@@ -33,37 +32,11 @@ MERGED = {"_qkv": "qkv_proj", "_gate_up": "gate_up_proj"}
 """Attribute with a merged product -> vLLM's module."""
 RENAMED = {".mlp.": ".block_sparse_moe."}
 """Parts of paths that vLLM names otherwise in some models."""
-
-
-class ElsewhereWeight(Weight):
-    """A weight of a product that vLLM computes, in a layout of its own. Only its shape and the like can be read."""
-
-    FACTS = frozenset({
-        "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "is_meta", "is_cuda", "is_leaf", "size", "dim",
-        "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__", "__repr__", "__format__", "__hash__",
-        "_version", "grad", "grad_fn",
-    })  # fmt: skip
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer for `FACTS`; refuse all else."""
-        name = getattr(func, "__name__", "")
-        name = getattr(func.__self__, "__name__", name) if name == "__get__" else name
-        if name not in cls.FACTS:
-            own = next((arg for arg in args if isinstance(arg, cls)), None)
-            raise NotImplementedError(
-                f"`{'a weight' if own is None else own.path}` is in vLLM's kernels, in a layout of their own, and a block with "
-                f"engine='vllm' reads no values of it: call its module. {OURS}"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-def refuse_weights(module: nn.Module) -> None:
-    """Have reads of the weights that a sealed tree does not have refused by name."""
-    for parameter in module.parameters():
-        if parameter.is_meta:
-            parameter.__class__ = ElsewhereWeight
+WEIGHTS = (
+    "is in vLLM's kernels, in a layout of their own, and a block with engine='vllm' reads no values of it: call its module. "
+    f"{OURS}"
+)
+"""Why values of weights are refused, behind a weight's name."""
 
 
 class VllmAttention(AttentionBackend):
