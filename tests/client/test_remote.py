@@ -164,6 +164,25 @@ def test_invokes_gangs_gradients_and_caches(lm, local):
         torch.testing.assert_close(one, own, atol=1e-4, rtol=1e-4)
 
 
+def test_changed_copies_of_the_clients_objects_are_named(lm):
+    rows, sums, by_name, read = [None] * 2, torch.zeros(2), {}, [1, 2]
+    for session in (False, True):
+        with pytest.warns(
+            UserWarning, match="a copy of (`rows`|`sums`|`by_name`|, )+ there, which is not sent back"
+        ) as found:
+            if session:
+                with lm.session():
+                    with lm.trace(PROMPT):
+                        rows[0] = lm.model.layers[0].output.save()
+                        by_name["a"] = sums[1] = rows[0].sum()
+            else:
+                with lm.trace(PROMPT):
+                    rows[0] = lm.model.layers[0].output.save()
+                    by_name["a"] = sums[1] = rows[0].sum() + read[0]
+        assert len(found) == 1 and str(found[0].message).count("`") == 6 and "test_remote" in found[0].filename
+    assert rows == [None, None] and not by_name and not sums.any()
+
+
 def test_a_session_passes_values_between_its_traces(lm, local):
     found = []
     for model in (lm, local):

@@ -174,7 +174,6 @@ class RemoteTracer(EngineTracer):
         self.captures = [values.decode(tree) for tree in header["captures"]]
         self.scores = [values.decode(tree) for tree in header["scores"]]
         _bind(self, header, values)
-        warn_at_caller(header["warnings"])
 
 
 class RemoteSession(SessionTracer):
@@ -223,9 +222,10 @@ def _block_of(tracer: Any) -> dict[str, Any]:
 
 
 def _bind(tracer: Any, header: Mapping[str, Any], values: ValueDecoder) -> None:
-    """Bind the saved names in the caller's frame."""
+    """Bind the saved names in the caller's frame, and issue the server's warnings."""
     found = {name: mark(values.decode(tree)) for name, tree in header["names"].items()}
     push_result(tracer.info.frame, found)
+    warn_at_caller(header["warnings"])
 
 
 CALLS = ("range", "len", "enumerate", "zip", "reversed", "sorted", "list", "dict", "str", "int", "tuple")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -228,20 +228,20 @@ class TraceRuns:
             tracer.execute(code)
         finally:
             dec()
-            self._send_result(run, tracer, names.bound)
+            self._send_result(run, tracer, names.bound, names.warnings())
 
-    def _send_result(self, run: TraceRun, tracer: Any, bound: Mapping[str, Any]) -> None:
+    def _send_result(self, run: TraceRun, tracer: Any, bound: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
         """Send a block's saved values, also if it failed."""
         encoder, header = (
             ValueEncoder(),
-            {"type": "result", "receipts": [], "captures": [], "scores": [], "warnings": []},
+            {"type": "result", "receipts": [], "captures": [], "scores": [], "warnings": [*warnings]},
         )
         header["names"] = {name: encoder.encode(value, name) for name, value in bound.items()}
         if isinstance(tracer, ServedTracer):
             header["receipts"] = [self._outbox.receipt(receipt) for receipt in tracer.receipts]
             header["captures"] = [encoder.encode(found, "captures") for found in tracer.captures]
             header["scores"] = [encoder.encode(found, "scores") for found in tracer.scores]
-            header["warnings"] = tracer.texts
+            header["warnings"] += tracer.texts
         frame = m.Frame(run.call, *pack(header, encoder.tensors))
         run.send(len(frame.body), wait=True)
         self._outbox.put(frame)
