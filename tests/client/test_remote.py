@@ -368,7 +368,7 @@ def test_modules_and_weights_are_used_in_blocks_only(lm, local):
         lambda: torch.nn.functional.linear(rows, down.weight), lambda: torch.cat([down.weight, down.weight]),
         lambda: setattr(down.weight, "data", own),
     ):  # fmt: skip
-        with pytest.raises((NotImplementedError, ValueError), match="weight.* has"):
+        with pytest.raises((NotImplementedError, ValueError), match=r"weight.* has"):
             use()
     with lm.trace(PROMPT):
         row = lm.model.layers[0].mlp.down_proj.weight[0].save()

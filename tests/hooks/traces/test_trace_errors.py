@@ -448,6 +448,27 @@ def test_a_block_that_reads_and_keeps_nothing_is_warned_of(lm: LM) -> None:
         print(h, last)
 
 
+def test_a_container_of_saves_that_is_not_saved_is_warned_of(lm: LM) -> None:
+    match = r"saved values are in pair, states, which was not saved: .* list\(\)\.save\(\)"
+    outer = []
+    with pytest.warns(UserWarning, match=match) as caught, lm.trace(PROMPT):
+        states = [layer.output.save() for layer in lm.model.layers]
+        pair = {"head": lm.lm_head.output.save()}
+    with pytest.raises(UnboundLocalError):
+        print(states, pair)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with lm.trace(PROMPT):
+            kept = [layer.output.save() for layer in lm.model.layers].save()
+            outer.extend([lm.model.norm.output.save()])
+        with lm.session():  # a session's traces are statements of its block
+            with lm.trace(PROMPT):
+                in_session = [layer.output.save() for layer in lm.model.layers]
+            last = in_session[-1].save()
+    assert len(kept) == len(lm.model.layers) and len(outer) == 1 and last.shape[-1] == 72
+
+
 def test_a_block_that_may_have_done_something_is_not_warned_of(lm: LM) -> None:
     seen, box, total = [None], SimpleNamespace(), torch.zeros(1)
     with warnings.catch_warnings():

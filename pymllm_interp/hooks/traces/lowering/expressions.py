@@ -452,7 +452,7 @@ class Expressions:
         fresh = isinstance(of, Unknown) and of.fresh
         if name in pure.FILLS:
             if not fresh:
-                raise NotStatic(f"`.{name}()` fills an object from outside: save it above the block")
+                raise NotStatic(f"`.{name}()` fills an object from outside: make it in the `with`, list().save()")
             if self.taken is not None and not self.taken.append(node, arguments):
                 self.taken = None
             return UNKNOWN

@@ -50,6 +50,18 @@ class BlockSaves:
         """The values that the block saved, by name."""
         return {name: value for name, value in self.names().items() if id(value) in self.ids}
 
+    def unsaved_containers(self) -> list[str]:
+        """Names of containers that hold saved values, and that are not saved themselves: after the block they are gone."""
+        found = [
+            (name, value) for name, value in self.names().items() if self.ids and isinstance(value, list | tuple | dict)
+        ]
+        parts = {
+            name: value.values() if isinstance(value, dict) else value
+            for name, value in found
+            if id(value) not in self.ids
+        }
+        return sorted(name for name, values in parts.items() if any(id(value) in self.ids for value in values))
+
     # -- while the request runs ------------------------------------------------
 
     def find(self, found: list[torch.Tensor], searched: set[int]) -> None:

@@ -45,6 +45,9 @@ OBJECTS = 128
 """Objects of one traced request and its block that Python's cycle collector tracks, about."""
 
 NOTHING_SAVED = "the trace read values and saved none: after its block there is no {}; .save() keeps a value"
+CONTAINER_NOT_SAVED = (
+    "saved values are in {}, which was not saved: after the block it is gone; [...].save(), or list().save(), keeps it"
+)
 
 Invocation = tuple[Mediator, tuple, dict[str, Any], frozenset[str]]
 """A block, the ``(args, kwargs)`` that its prompts were given by, and the names of its invoke's own keywords."""
@@ -195,6 +198,8 @@ class EngineTracer(InterleavingTracer):
         push_result(frame, names)
         if transfer.device is not None and all(trace.unsaved_names() and trace.error is None for trace in traces):
             self.warn([NOTHING_SAVED.format(", ".join(traces[0].unsaved_names()))])
+        if transfer.device is not None and (lost := traces[0].saves.unsaved_containers()):
+            self.warn([CONTAINER_NOT_SAVED.format(", ".join(lost))])
         self.served = []
         for trace in traces:
             trace.release_blocks()

@@ -27,7 +27,7 @@ from ....core.step import (
 )
 from ....hooks.traces.blocks.trace import RequestTrace
 from ....hooks.traces.blocks.watchdog import Watchdog
-from ....layers.seal import seal
+from ....layers.seal import refuse_weights, seal
 from ....runner.stages.stage import PassDemands
 from ....runner.stages.traced_stage import TracedStage
 from ....utils.upload import upload
