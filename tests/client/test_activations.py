@@ -79,6 +79,18 @@ def test_saved_states_come_back_with_their_positions_tokens_and_indexes(lm_of: A
     ):
         assert all(torch.equal(here[site], there[site]) for site in there)
     assert torch.equal(read["layers_output[-1]"], found[f"resid_post.{LAYERS - 1}"])
+    with pytest.raises(ValueError, match=r"states.pt: states are saved as .safetensors"):
+        found.save(tmp_path / "states.pt")
+
+
+def test_a_pair_of_kind_and_layer_is_a_key(lm_of: Any) -> None:
+    """TransformerLens' key, as in the cache of `run_with_cache`."""
+    found = captured(lm_of).activations
+    assert found["resid_post", 1] is found["resid_post.1"] and found["resid_post", -1] is found["resid_post.-1"]
+    assert found["embed", None] is found["embed"] and ("resid_post", 1) in found and ("mlp_out", 9) not in found
+    assert torch.equal(found.positions["resid_post", 1], found.positions["resid_post.1"])
+    with pytest.raises(KeyError, match=r"'mlp_out.9' was not captured"):
+        found["mlp_out", 9]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -18,9 +18,6 @@ NamesFilter = str | Site | Sequence[str | Site] | Callable[[str], bool] | None
 
 LENS_NAMES = {kind: name for name, kind in TRANSFORMER_LENS.items() if not name.endswith("hook_normalized")}
 """Kind of site -> TransformerLens' name, where both have the same value."""
-SHORT_NAMES = {"post": "mlp_act"}
-"""TransformerLens' short names of kinds -> kind of site."""
-
 OF_TRANSFORMER_LENS = frozenset({
     "accumulated_resid", "apply_ln_to_stack", "compute_head_results", "decompose_resid", "get_full_resid_decomposition",
     "get_neuron_results", "logit_attrs", "logit_lens", "stack_activation", "stack_head_results", "stack_neuron_results",
@@ -138,13 +135,6 @@ class ActivationCache(BySite):
         if name not in OF_TRANSFORMER_LENS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.transformer_lens, name)
-
-    def __getitem__(self, site: str | Site | tuple) -> torch.Tensor:
-        if isinstance(site, tuple):
-            kind, layer, *_ = (*site, None)
-            kind = SHORT_NAMES.get(str(kind), str(kind))
-            site = kind if layer is None else f"{kind}.{layer}"
-        return super().__getitem__(site)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names.values())

@@ -123,7 +123,7 @@ class Activations(BySite):
         """The further tensors of a site, by attribute."""
         return {name: found[site] for name in OTHERS if self and site in (found := self._own.others.get(name, {}))}
 
-    def __getitem__(self, site: str | Site) -> torch.Tensor:
+    def __getitem__(self, site: str | Site | tuple) -> torch.Tensor:
         if self.error is not None:
             raise self.error
         if not self:
@@ -169,7 +169,13 @@ class Activations(BySite):
         return tuple(shaped(self[site]) for site in sites) if sites and all(site in self for site in sites) else None
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file: a tensor for each site, and its `positions`, `token_ids` and so on."""
+        """Write a safetensors file: a tensor for each site, and its `positions`, `token_ids` and so on.
+
+        Raises:
+            ValueError: the name says another format, which its readers would expect.
+        """
+        if Path(path).suffix != ".safetensors":
+            raise ValueError(f"{path}: states are saved as .safetensors")
         tensors, metadata = self._content()
         save_file(tensors, path, metadata)
 

@@ -18,6 +18,9 @@ from ...core.model_spec import OF_PASSES, PATTERN, STATE
 from ...utils.tables import Shown, Table
 from ..site import Site, part_of
 
+SHORT_NAMES = {"post": "mlp_act"}
+"""TransformerLens' short names of kinds -> kind of site."""
+
 
 class SitePiece(NamedTuple):
     """Sites with equal positions. Their rows are columns of one tensor.
@@ -77,7 +80,7 @@ class SiteTensors:
 
 
 class BySite(Mapping[str, torch.Tensor], Shown):
-    """A tensor for each site. A key is any name that `Site.parse` takes, or a `Site`.
+    """A tensor for each site. A key is any name that `Site.parse` takes, a `Site`, or ("resid_post", 3).
 
     Args:
         num_layers: number of layers of the model, to resolve negative layers.
@@ -95,8 +98,12 @@ class BySite(Mapping[str, torch.Tensor], Shown):
             self._undivided.divide()
         return self._found
 
-    def _name(self, site: str | Site) -> str:
-        """The canonical name of a site."""
+    def _name(self, site: str | Site | tuple) -> str:
+        """The canonical name of a site, or of TransformerLens' ("resid_post", 3)."""
+        if isinstance(site, tuple):
+            kind, layer, *_ = (*site, None)
+            kind = SHORT_NAMES.get(str(kind), str(kind))
+            site = kind if layer is None else f"{kind}.{layer}"
         if site in self._tensors:
             return str(site)
         try:
@@ -109,9 +116,10 @@ class BySite(Mapping[str, torch.Tensor], Shown):
             found = replace(found, layer=found.layer + self._num_layers)
         return str(found)
 
-    def __getitem__(self, site: str | Site) -> torch.Tensor:
+    def __getitem__(self, site: str | Site | tuple) -> torch.Tensor:
         name = self._name(site)
         if name not in self._tensors:
+            site = name if isinstance(site, tuple) else site
             raise KeyError(
                 f"{str(site)!r} was not captured{_reason(str(site), name)}; there is {self._kinds() or 'nothing'}"
             )
