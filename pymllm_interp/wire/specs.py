@@ -13,6 +13,7 @@ import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple, get_args
 
@@ -68,7 +69,9 @@ class TaggedClasses(NamedTuple):
         cls = self.class_of(value)
         if cls is None:
             given = value.get(self.key) if isinstance(value, Mapping) else value
-            raise PromptError(f"{what}: {self.key} is {shown(given)}; expected one of {', '.join(self.classes())}")
+            near = get_close_matches(given[:40].lower(), self.classes(), n=1) if isinstance(given, str) else None
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(self.classes())}"
+            raise PromptError(f"{what}: {self.key} is {shown(given)}; {hint}")
         return _made(cls, {name: part for name, part in value.items() if name != self.key}, what)
 
 

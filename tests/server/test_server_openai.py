@@ -230,13 +230,17 @@ def test_named_vectors_are_stored_listed_fetched_and_private(api, server, lm, tm
     ("fields", "words"),
     [
         ({"temperature": -1}, "temperature"),
-        ({"interventions": [{"op": "stear", "site": "x"}]}, "steer"),
+        ({"interventions": [{"op": "stear", "site": "x"}]}, "op is 'stear'; did you mean 'steer'"),
+        ({"interventions": [{"op": "Steer", "site": "x"}]}, "did you mean 'steer'"),
+        ({"interventions": [{"type": "steer", "site": "x"}]}, "op is None; expected one of ablate, "),
+        ({"intervention": []}, "intervention: unknown field; did you mean interventions"),
+        ({"max_new_tokens": 4}, "max_new_tokens: unknown field; here it is max_tokens"),
         ({"interventions": [{"op": "scale", "site": "resid_post.99", "factor": 2}]}, "resid_post"),
         ({"interventions": [{"op": "scale", "site": "resid_post.1", "factor": 2, "position": 1}]}, "has no field 'position'"),
         ({"capture": ["residue.1"]}, "residue"),
         ({"max_tokens": 100000}, "max_model_len|context"),
         ({"guided_json": {}}, "use structured_outputs, with json"),
-        ({"nonsense": 1}, "nonsense"),
+        ({"nonsense": 1}, "nonsense: unknown field; /docs lists"),
         ({"prompt": []}, "empty|token"),
         ({"prompt": [1000]}, "vocabulary"),
         ({"n": 5000}, "max_prompts"),
@@ -258,6 +262,15 @@ def test_unknown_models_and_paths_are_404(api, server):
         api.completions.create(model="gpt-9", prompt="w1")
     with server.client() as client:
         assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+
+
+def test_bodies_and_methods_that_do_not_fit_are_named(server):
+    with server.client("declared") as client:
+        cut = client.post("/v1/completions", content=b'{"prompt": "w1"', headers={"Content-Type": "application/json"})
+        assert cut.status_code == 400 and cut.json()["error"]["param"] is None
+        assert cut.json()["error"]["message"] == "the body is not JSON: Input data was truncated"
+        read = client.get("/v1/completions")
+        assert read.status_code == 405 and read.json()["error"]["message"] == "/v1/completions takes POST, not GET"
 
 
 def test_the_asynchronous_client_works_in_a_process_that_has_this_package(server, lm):

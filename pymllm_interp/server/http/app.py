@@ -185,13 +185,17 @@ def _add_errors(app: FastAPI, state: ServerState, served: list[str]) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return validation_error(error.errors()).response()
+        body = getattr(request.scope.get("route"), "body_field", None)
+        fields = getattr(getattr(body, "field_info", None), "annotation", None)
+        return validation_error(error.errors(), list(getattr(fields, "model_fields", ()))).response()
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         message = str(error.detail)
         if "route" not in request.scope and error.status_code == 404:
             message = unknown_route(request.url.path, served)
+        if error.status_code == 405 and error.headers is not None:
+            message = f"{request.url.path[:80]} takes {error.headers.get('Allow')}, not {request.method[:20]}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def refused(request: Request, error: Exception) -> Response:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from starlette.responses import JSONResponse
 
+from ...core.sampling_params import ELSEWHERE
 from ...utils.arguments import shown
 from ...wire.failures import failure_of
 
@@ -73,22 +75,32 @@ def _weight(error: Any) -> tuple[int, bool]:
     return len(error["loc"]), error["type"] == "value_error" and isinstance(error.get("input"), list)
 
 
-def validation_error(errors: Sequence[Any]) -> ApiError:
-    """The HTTP error of a request that does not fit the schema: the first wrong value, and its path."""
+def validation_error(errors: Sequence[Any], fields: Sequence[str] = ()) -> ApiError:
+    """The HTTP error of a request that does not fit the schema: the first wrong value, and its path.
+
+    Args:
+        fields: names of the request's fields, for those who misspell one.
+    """
     chosen = max(errors, key=_weight, default=None)
     if chosen is None:
         return ApiError(400, "the request does not fit the schema")
+    if chosen["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {chosen['ctx']['error']}", code="invalid_request")
     place = ".".join(
         str(part)[:80] for part in chosen["loc"] if part != "body" and not str(part).startswith("function-")
     )
     text = str(chosen["msg"]).removeprefix("Value error, ")
     if chosen["type"] == "extra_forbidden":
-        text = "unknown field; /docs lists the known ones"
+        text = f"unknown field; {_other_name(place, fields)}"
     given = chosen.get("input")
-    if isinstance(given, str | int | float | bool | None) and chosen["type"] not in (
-        "missing",
-        "value_error",
-        "json_invalid",
-    ):
+    if isinstance(given, str | int | float | bool | None) and chosen["type"] not in ("missing", "value_error"):
         text += f" (got {shown(given)[:100]})"
     return ApiError(400, f"{place}: {text}" if place else text, param=place or None, code="invalid_request")
+
+
+def _other_name(name: str, fields: Sequence[str]) -> str:
+    """What somebody with an unknown field means: one of another library, or a misspelt one."""
+    if name in ELSEWHERE and "max_tokens" in fields:
+        return ELSEWHERE[name]
+    near = get_close_matches(name, fields, n=1)
+    return f"did you mean {near[0]}?" if near else "/docs lists the known ones"
