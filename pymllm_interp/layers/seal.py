@@ -108,7 +108,7 @@ class Weight(nn.Parameter):
 
 
 class ElsewhereWeight(Weight):
-    """A weight whose values are elsewhere: on a server, or in kernels of vLLM. Only its shape and the like can be read.
+    """A weight with its values elsewhere: on a server, or in kernels of vLLM. Only its shape and the like can be read.
 
     Torch computes with a meta tensor beside one of the CPU in some products, and returns memory without values.
     """

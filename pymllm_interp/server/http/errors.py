@@ -99,7 +99,7 @@ def validation_error(errors: Sequence[Any], fields: Sequence[str] = ()) -> ApiEr
 
 
 def _other_name(name: str, fields: Sequence[str]) -> str:
-    """What somebody with an unknown field means: one of another library, or a misspelt one."""
+    """Advice for an unknown field: the name of another library's field here, or a similar field."""
     if name in ELSEWHERE and "max_tokens" in fields:
         return ELSEWHERE[name]
     near = get_close_matches(name, fields, n=1)

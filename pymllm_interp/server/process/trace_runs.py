@@ -20,9 +20,10 @@ from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
 from ...wire import messages as m
 from ...wire.failures import failure_of
-from ...wire.trace_payload import Sources, envoy_at, frame_for, is_envoy_id, load
+from ...wire.trace_payload import Sources, envoy_at, is_envoy_id, load
 from ...wire.values import ValueEncoder, pack
 from .circuits import send_circuit
+from .client_frame import frame_for
 from .outbox import Outbox
 from .served_model import ServedModel
 

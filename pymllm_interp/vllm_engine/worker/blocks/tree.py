@@ -36,7 +36,7 @@ WEIGHTS = (
     "is in vLLM's kernels, in a layout of their own, and a block with engine='vllm' reads no values of it: call its module. "
     f"{OURS}"
 )
-"""Why values of weights are refused, behind a weight's name."""
+"""Reason that a weight's values are refused, behind its name."""
 
 
 class VllmAttention(AttentionBackend):
