@@ -175,7 +175,7 @@ class Ours:
 
     def close(self) -> None:
         """End vLLM."""
-        self._lm.close()
+        self._lm.shutdown()
 
 
 def serve(args: argparse.Namespace) -> None:

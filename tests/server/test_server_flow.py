@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
-from helpers_server import KEYS, serving
+from helpers_served import served
+from helpers_server import KEYS, REPLICAS, SECONDS, Server, serving
 
 from pymllm_interp import LM
 from pymllm_interp.server.engines.call import Call, SlowReaderError
 from pymllm_interp.server.process.trace_runs import TraceRun
+from pymllm_interp.server.routes.generation import CompletionPiece
+from pymllm_interp.server.routes.openai_routes import Work
 from pymllm_interp.wire import messages as m
 from pymllm_interp.wire.trace_payload import with_arguments_of_super
 
@@ -49,7 +57,51 @@ def test_what_waits_for_a_client_that_does_not_read_is_bounded() -> None:
             kept += 1
         assert 10 < kept < 200
         call.put(message)
-        assert call._messages.qsize() == kept
+        assert len(call._messages) == kept
+
+
+def parts_of(server: Server, route: str, body: dict[str, Any]) -> list[bytes]:
+    """The chunks of a response's body, as they were sent."""
+    url, data = urlsplit(server.url), json.dumps(body | {"stream": True, "temperature": 0, "ignore_eos": True}).encode()
+    head = f"POST /v1/{route} HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {KEYS['plain']}\r\nConnection: close\r\n"
+    with socket.create_connection((url.hostname, url.port), SECONDS) as client, client.makefile("rb") as reader:
+        client.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        assert b" 200 " in reader.readline()
+        while reader.readline().strip():
+            pass
+        found = []
+        while size := int(reader.readline(), 16):
+            found.append(reader.read(size))
+            reader.readline()
+    return found
+
+
+@pytest.mark.skipif(REPLICAS, reason="the fronts of replicas are other processes")
+def test_events_that_are_there_at_once_leave_together(served_folder: Path, tmp_path: Path, monkeypatch) -> None:
+    take, late = Work._take, set()
+
+    def taken(work: Work, piece: CompletionPiece) -> None:
+        if work.body.stop and piece.token_ids and work not in late:
+            late.add(work)
+            time.sleep(0.5)  # the event loop is late, and the engine goes on
+        take(work, piece)
+
+    monkeypatch.setattr(Work, "_take", taken)
+    with served(served_folder, folder=tmp_path) as server:
+        for route, asked in (
+            ("completions", {"prompt": "w3 w14", "max_tokens": 30, "n": 2, "seed": 1, "return_token_ids": True}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "w3"}], "max_tokens": 30}),
+            ("responses", {"input": "w3", "max_output_tokens": 30}),
+        ):
+            texts, counts = [], []
+            for stop in ([], ["never"]):
+                parts = parts_of(server, route, asked | {"stop": stop})
+                events = re.findall(rb"^(?:data|event|:).*$", b"".join(parts), re.M)
+                text = b"\n".join(sorted(events) if asked.get("n") else events)
+                texts.append(re.sub(rb'"(?:id|item_id|created|created_at|completed_at)":("[^"]*"|[0-9.]+)', b"", text))
+                counts.append((len(parts), len(events)))
+            assert texts[0] == texts[1]
+            assert counts[1][0] < counts[1][1] / 2, (route, counts)
 
 
 def test_a_trace_waits_until_its_client_has_read_enough() -> None:

@@ -29,7 +29,8 @@ class Call:
 
     def __init__(self, number: int, limit: int) -> None:
         self.number, self._limit = number, limit
-        self._messages: asyncio.Queue[m.FromEngine | BaseException] = asyncio.Queue()
+        self._messages: deque[m.FromEngine | BaseException] = deque()
+        self._came = asyncio.Event()
         self._sizes: deque[int] = deque()  # of the message that the client reads, and of those behind it
         self._total, self._reading = 0, False
         self.overrun = False
@@ -44,7 +45,13 @@ class Call:
         if self._total - self._sizes[0] > self._limit:
             self.overrun = True
             message = SlowReaderError(f"more than {self._limit} bytes wait for a client that does not read them")
-        self._messages.put_nowait(message)
+        self._messages.append(message)
+        self._came.set()
+
+    @property
+    def has_token(self) -> bool:
+        """Whether `next` has a token or an end without waiting."""
+        return bool(self._messages) and isinstance(self._messages[0], m.Token | m.Finished)
 
     async def next(self) -> m.FromEngine:
         """The next message. The one before it was passed on to the client.
@@ -52,8 +59,10 @@ class Call:
         if self._reading:
             self._total -= self._sizes.popleft()
         self._reading = False
-        message = await self._messages.get()
-        self._reading = True
+        while not self._messages:
+            self._came.clear()
+            await self._came.wait()
+        message, self._reading = self._messages.popleft(), True
         if isinstance(message, BaseException):
             raise message
         if isinstance(message, m.Failed):

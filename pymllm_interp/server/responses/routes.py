@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -193,18 +193,18 @@ class ResponseWork(Work):
         shown = {name: value for name, value in response.items() if name != "activations"}
         return _json(shown), _json(messages)
 
-    async def _opening(self) -> Iterable[bytes]:
+    async def _opening(self) -> bytes:
         names = ("response.created", "response.in_progress")
-        return [self._sent({"type": name, "response": self._format.response}) for name in names]
+        return b"".join(self._sent({"type": name, "response": self._format.response}) for name in names)
 
-    async def _events(self, piece: CompletionPiece) -> Iterable[bytes]:
-        return [self._sent(event) for event in (await self._choice(piece, chunk=True))["events"]]
+    async def _events(self, piece: CompletionPiece) -> bytes:
+        return b"".join(self._sent(event) for event in (await self._choice(piece, chunk=True))["events"])
 
-    async def _closing(self) -> Iterable[bytes]:
+    async def _closing(self) -> bytes:
         response = await self._completed()
-        return [self._sent({"type": f"response.{response['status']}", "response": response})]
+        return self._sent({"type": f"response.{response['status']}", "response": response})
 
-    def _failing(self, error: ApiError) -> Iterable[bytes]:
+    def _failing(self, error: ApiError) -> bytes:
         code = (
             "server_error"
             if error.status >= 500
@@ -221,7 +221,7 @@ class ResponseWork(Work):
             "completed_at": None,
         }
         self._format.response |= found | {"output": self._format.output.items}
-        return [self._sent({"type": "response.failed", "response": self._format.response})]
+        return self._sent({"type": "response.failed", "response": self._format.response})
 
     def _sent(self, event: Event) -> bytes:
         """A server-sent event with its number."""

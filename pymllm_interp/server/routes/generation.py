@@ -151,6 +151,11 @@ class Generation:
         return CompletionPiece(prompt, sample, piece.text, piece.token_ids, logprobs, end, piece.scores, piece.captures)
 
     @property
+    def has_piece(self) -> bool:
+        """Whether `pieces` has the next one without waiting."""
+        return self._left > 0 and self._call.has_token
+
+    @property
     def unfinished(self) -> bool:
         """Whether any completion is still running."""
         return self._left > 0

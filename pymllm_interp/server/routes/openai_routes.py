@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,6 +38,8 @@ FEW_POSITIONS = 16
 """Most positions with log probabilities that are written on the event loop."""
 FEW_BYTES = 1 << 16
 """Most bytes of captured rows that are written on the event loop."""
+JOINED_BYTES = 1 << 16
+"""Bytes of events of a stream that leave together, after which no more is added."""
 NOT_ENCODED = "not supported with an encoder-decoder model, whose prompts are the encoder's"
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chunks."""
@@ -348,51 +350,53 @@ class Work:
         return found
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The server-sent events of a stream. The first one comes when the request is accepted."""
+        """The server-sent events of a stream. The first one comes when the request is accepted. Later ones that are there at
+        once, since this process is late, leave together: most of the time of an event is the system call that sends it."""
         with ExitStack() as stack:
             stack.enter_context(self._admitted())
             generation = await self._start(stream=True)
             stack.callback(self._closed, generation)
-            for event in await self._opening():
-                yield event
+            yield await self._opening()
+            joined = b""
             try:
                 async for piece in generation.pieces():
                     if not self._notes.get("first_token_ms") and piece.token_ids:
                         self._notes["first_token_ms"] = round(1000 * (time.perf_counter() - self._started), 2)
                     self._take(piece)
-                    for event in await self._events(piece):
-                        yield event
-                for event in await self._closing():
-                    yield event
+                    joined += await self._events(piece)
+                    if joined and (len(joined) >= JOINED_BYTES or not generation.has_piece):
+                        sent, joined = joined, b""
+                        yield sent
+                joined += await self._closing()
             except Exception as error:
-                for event in self._failing(api_error(error, refused=False)):
-                    yield event
+                joined += self._failing(api_error(error, refused=False))
+            yield joined
 
-    async def _opening(self) -> Iterable[bytes]:
+    async def _opening(self) -> bytes:
         """The first events of a stream, one at least."""
         if not self._format.chat:
-            return [b": accepted\n\n"]
-        return [event for i in range(self._n) for event in await self._events(CompletionPiece(0, i, "", [], []))]
+            return b": accepted\n\n"
+        return b"".join([await self._events(CompletionPiece(0, i, "", [], [])) for i in range(self._n)])
 
-    async def _events(self, piece: CompletionPiece) -> Iterable[bytes]:
-        """A piece's event. With include_usage its usage is null, or with continuous_usage_stats that of its choice so far."""
+    async def _events(self, piece: CompletionPiece) -> bytes:
+        """A piece's events: here one. With include_usage its usage is null, with continuous_usage_stats that of its choice."""
         index, options = self._index(piece), self.body.stream_options
         chunk = self._format.envelope([await self._choice(piece, chunk=True)], chunk=True)
         if options is not None and options.usage:
             read = self._prompts[piece.prompt].num_tokens
             chunk["usage"] = usage_of(read, self._made[index]) if options.continuous_usage_stats else None
-        return [_data(chunk)]
+        return _data(chunk)
 
-    async def _closing(self) -> Iterable[bytes]:
+    async def _closing(self) -> bytes:
         """The last events of a stream."""
         if self.body.stream_options is None or not self.body.stream_options.usage:
-            return [DONE]
+            return DONE
         last = self._format.envelope([], chunk=True)
-        return [_data(last | {"usage": self._format.usage(self._prompts, self._ends)}), DONE]
+        return _data(last | {"usage": self._format.usage(self._prompts, self._ends)}) + DONE
 
-    def _failing(self, error: ApiError) -> Iterable[bytes]:
+    def _failing(self, error: ApiError) -> bytes:
         """The last events of a stream that failed."""
-        return [_data(error.body()), DONE]
+        return _data(error.body()) + DONE
 
     def _note_tokens(self) -> None:
         self._notes["generated_tokens"] = sum(len(end.token_ids) for end in self._ends.values())
