@@ -39,7 +39,7 @@ FEW_POSITIONS = 16
 FEW_BYTES = 1 << 16
 """Most bytes of captured rows that are written on the event loop."""
 JOINED_BYTES = 1 << 16
-"""Bytes of events of a stream that leave together, after which no more is added."""
+"""Bytes of a stream's events that leave together, at most about."""
 NOT_ENCODED = "not supported with an encoder-decoder model, whose prompts are the encoder's"
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chunks."""
@@ -350,8 +350,10 @@ class Work:
         return found
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The server-sent events of a stream. The first one comes when the request is accepted. Later ones that are there at
-        once, since this process is late, leave together: most of the time of an event is the system call that sends it."""
+        """The server-sent events of a stream. The first one comes when the request is accepted.
+
+        Events that are there at once leave together: the system call that sends them takes longer than making one.
+        """
         with ExitStack() as stack:
             stack.enter_context(self._admitted())
             generation = await self._start(stream=True)
