@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from conftest import tiny_tokenizer
 from helpers_paths import ROOT
 from transformers import AutoConfig, PreTrainedModel
 
-from pymllm_interp import LM, SamplingParams
+from pymllm_interp import LM, SamplingParams, __version__
 from pymllm_interp.cli import main
 from pymllm_interp.demo import LENS_PROMPT, LensTable, draw_heatmap, logit_lens, steering_vector
 from pymllm_interp.kernels.cpu.cpu_dispatch import cpu_kernels
@@ -33,6 +34,10 @@ TINY = ["--dtype", "float32", "--max-tokens", "5"]
 def test_the_command_is_installed() -> None:
     (command,) = entry_points(group="console_scripts", name="pymllm-interp")
     assert command.load() is main
+    found = subprocess.run(
+        [sys.executable, "-m", "pymllm_interp", "--version"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == f"pymllm-interp {__version__}\n"
 
 
 # -- generate ---------------------------------------------------------------------------------

@@ -218,7 +218,8 @@ def lists_for_prompts(given: Any, prompts: int, what: str) -> list[list[Any]]:
         return [list(entry or ()) for entry in specs]
     others = len(specs) - sum(lists)
     got = f"{sum(lists)} of them" + (f" and {others} that are not in one" if others else "")
-    raise ValueError(f"{what}: expected one list for all prompts, or a list for each of the {prompts}; got {got}")
+    hint = "; lm.sweep(prompt, lists) runs one prompt under each" if (what, prompts) == ("interventions", 1) else ""
+    raise ValueError(f"{what}: expected one list for all prompts, or a list for each of the {prompts}; got {got}{hint}")
 
 
 def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:

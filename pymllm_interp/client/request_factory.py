@@ -280,7 +280,9 @@ class RequestFactory:
         try:
             self._declarations.declare(watched, captures, request)
         except ValueError as error:
-            raise PromptError(f"{what}: {error}") from error
+            raise PromptError(f"{what}: {error}") from error.with_traceback(
+                None
+            )  # the message has all that is the caller's
         if request.declared is None:
             return
         receipt = request.receipt = request.receipt or Receipt()

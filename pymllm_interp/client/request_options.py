@@ -127,8 +127,8 @@ def check_trace_options(given: Iterable[str]) -> None:
             raise TypeError(f"lm.trace() has no argument {name!r}: did you mean {near[0]}?")
     if names:
         raise TypeError(
-            f"lm.trace() got {', '.join(sorted(names))}: it runs one forward pass and takes a prompt and timeout; "
-            "`with lm.generate(...)` takes sampling parameters"
+            f"lm.trace() got {', '.join(sorted(names))}: it runs one forward pass, and takes {', '.join(TRACE_OPTIONS)}; "
+            "`with lm.generate(...)` takes sampling parameters, and `with lm.scan(...)` reads shapes without a pass"
         )
 
 

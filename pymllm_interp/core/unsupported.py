@@ -145,12 +145,15 @@ METHODS: dict[str, str] = {
     "preprocess_chat": "lm.chat(messages) renders and generates; lm.tokenizer.apply_chat_template renders alone",
     "enqueue": "here it is lm.submit(prompt, ...), which returns a handle",
     "wait_for_completion": "here it is handle.result(), of lm.submit(prompt, ...)",
+    # functions here
+    **{name: f"it is a function: pymllm_interp.toolkit.{name}(lm, ...)" for name in ("contrast", "loss_recovered")},
+    "logit_lens": "lm.generate_with_lens(prompt, params) has the tokens of each layer, and Capture(site, reduce=Lens()) of one",
     # TransformerLens'
     **dict.fromkeys(("hooks", "add_hook", "add_perma_hook"), "use lm.run_with_hooks(prompt, fwd_hooks), or lm.edit(), which lasts"),
     "reset_hooks": "hooks last for one call; lm.clear_edits() removes edits",
     "blocks": "the decoder layers are modules of the tree, such as lm.model.layers; print(lm) shows their names",
     **dict.fromkeys(
-        ("W_E", "W_U", "W_pos", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "unembed", "hook_dict"),
+        ("W_E", "W_U", "W_pos", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "unembed", "ln_final", "hook_dict"),
         "pymllm_interp.lens.Bridge(lm) has TransformerLens' names; the modules have their weights, lm.lm_head.weight",
     ),
 }  # fmt: skip

@@ -125,8 +125,6 @@ def contrast(
         PromptError, ValueError: no pairs, or something else than pairs; an unknown site, position or method. So is a layer with
             equal states in all pairs.
     """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r}: expected {' or '.join(map(repr, METHODS))}")
     if not is_whole(position):
         raise ValueError(f"position={position!r}: expected a whole number; -1 is the last token")
     pairs = list(pairs)
@@ -136,6 +134,8 @@ def contrast(
     if wrong or len(pairs) < (2 if method == "pca" else 1):
         what = f"entry {wrong[0]} is not a pair" if wrong else f"there are {len(pairs)}"
         raise PromptError(f"pairs: {what}; expected (positive, negative) prompts, {1 + (method == 'pca')} at least")
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: expected {' or '.join(map(repr, METHODS))}")
     spec = lm.model_spec
     sites = expand(site, spec.num_hidden_layers, spec.family)
     if sites[0].layer is None:

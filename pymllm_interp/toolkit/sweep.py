@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import chain, product, repeat
 from typing import Any
 
@@ -146,9 +148,13 @@ def _sites(site: str, layers: Iterable[int] | None, spec: Any) -> list[Site]:
     if site in SWEPT:
         spec.family.check(site)
         return [Site(site, layer) for layer in _layers(layers, spec.num_hidden_layers)]
+    known = f"a sweep patches {', '.join(SWEPT)}; resid_pre in layer 0 is the embedding"
+    if re.fullmatch(r"[a-z_]+", str(site)):  # a kind, misspelt
+        near = get_close_matches(str(site), SWEPT, n=1)
+        raise ValueError(f"site={site!r}: {f'did you mean {near[0]!r}? ' if near else ''}{known}")
     found = expand(site, spec.num_hidden_layers, spec.family)
     if found[0].kind not in SWEPT:
-        raise ValueError(f"site={site!r}: a sweep patches {', '.join(SWEPT)}; resid_pre in layer 0 is the embedding")
+        raise ValueError(f"site={site!r}: {known}")
     if layers is not None:
         raise ValueError(f"site={site!r} names layers, and layers={layers!r} does: give site={found[0].kind!r}")
     return found

@@ -158,6 +158,15 @@ def test_what_is_wrong_with_a_spec_says_whose_it_is(lm: LM) -> None:
         lm.generate([[1], [2]], [GREEDY, SamplingParams(logit_bias={500: 1.0})])
 
 
+def test_a_refused_spec_shows_the_callers_frames_once(lm: LM) -> None:
+    """The cause is told by one line, without the frames that bind specs."""
+    with pytest.raises(ValueError, match="vector has 3 values") as raised:
+        lm.generate([PROMPTS[0]], interventions=[Steer("resid_post.0", torch.ones(3))])
+    assert raised.value.__cause__ is not None and raised.value.__cause__.__traceback__ is None
+    with pytest.raises(ValueError, match=r"got 2 of them; lm\.sweep\(prompt, lists\) runs one prompt under each$"):
+        lm.generate([PROMPTS[0]], interventions=[[], []])
+
+
 def test_what_a_block_raises_says_in_which_invoke(lm: LM) -> None:
     def opened(wrong: int | None, prompts: list[list[int]]) -> None:
         with lm.trace() as tracer:

@@ -152,6 +152,14 @@ def test_run_with_cache_gives_transformer_lens_shapes_and_names(lm: LM, hf: Any)
     assert not torch.allclose(steered["resid_mid", 0], cache["resid_mid", 0])
 
 
+def test_keywords_of_transformer_lens_that_ask_for_nothing_else_are_taken(lm: LM) -> None:
+    logits, cache = lm.run_with_cache(PROMPT, "embed", return_type="logits", remove_batch_dim=False)  # pyright: ignore
+    assert torch.equal(logits, lm.run_with_cache(PROMPT, "embed")[0]) and cache["embed"].shape == (1, 5, 72)
+    assert lm.run_with_hooks(PROMPT, [], return_type="logits", reset_hooks_end=True).shape == logits.shape  # pyright: ignore
+    with pytest.raises(TypeError, match="the logits are returned"):
+        lm.run_with_cache(PROMPT, return_type="loss")  # pyright: ignore
+
+
 @pytest.mark.parametrize(
     ("names", "found"),
     [

@@ -307,6 +307,7 @@ def test_vectors_are_written_read_and_steered_with(lm_of, tmp_path, suffix):
         (([],), "there are 0"),
         (([("w1", "w2", "w3")],), "entry 0 is not a pair"),
         ((["ab"],), "entry 0 is not a pair"),
+        ((["abc"], ["def"], "resid_post.1"), "entry 0 is not a pair"),
         ((PAIRS[:1], "resid_post.*", "pca"), "2 at least"),
         ((PAIRS, "resid_post.*", "lda"), "'mean' or 'pca'"),
         ((PAIRS, "final_norm"), "has no layer"),

@@ -263,7 +263,8 @@ def test_the_bar_is_off_without_a_terminal(lm_of, capsys):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"source": [1, 2, 3]}, "4 tokens and the source prompt 3"),
-    ({"site": "resid_past"}, "did you mean"),
+    ({"site": "resid_past"}, "did you mean 'resid_post'"),
+    ({"site": "hook_resid_pre"}, "did you mean 'resid_pre'"),
     ({"site": "logits"}, "a sweep patches"),
     ({"site": "resid_post.7"}, "there is no layer 7"),
     ({"site": "resid_post.1", "layers": [0]}, "give site='resid_post'"),

@@ -35,6 +35,14 @@ OF_TRANSFORMER_LENS = {
     "device": "results are on the CPU",
 }
 """TransformerLens' keywords -> what to do."""
+NEUTRAL = {
+    "return_type": "logits",
+    "remove_batch_dim": False,
+    "incl_bwd": False,
+    "reset_hooks_end": True,
+    "clear_contexts": False,
+}
+"""Values of these keywords that ask for nothing else."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,7 +113,7 @@ def states_of(
     requests: Requests, prompts: Any, names_filter: NamesFilter, options: RequestOptions
 ) -> tuple[torch.Tensor, dict[Site, torch.Tensor]]:
     """The logits [batch, tokens, vocab], and the states by site. See `ClientModel.run_with_cache`."""
-    check_options("lm.run_with_cache", options, OF_TRANSFORMER_LENS)
+    options = _checked_options("lm.run_with_cache", options)
     refuse_captures("lm.run_with_cache(prompts, names_filter)", options, "names_filter selects the sites")
     facts = requests.backend.facts
     sites = select_sites(names_filter, facts.spec, facts.inner_sites)
@@ -124,7 +132,7 @@ def logits_with_hooks(
     options: RequestOptions,
 ) -> torch.Tensor:
     """The logits [batch, tokens, vocab]. See `ClientModel.run_with_hooks`."""
-    check_options("lm.run_with_hooks", options, OF_TRANSFORMER_LENS)
+    options = _checked_options("lm.run_with_hooks", options)
     refuse_captures("lm.run_with_hooks()", options, "a hook keeps what it reads, for example in a list")
     hooks = placed_hooks(fwd_hooks, requests.backend.facts.spec)
     tokens = tokens_of_equal_length(requests, prompts)
@@ -134,6 +142,13 @@ def logits_with_hooks(
             with tracer.invoke(ids):
                 logits.append(run_hooks(model, hooks))
     return torch.cat(logits)
+
+
+def _checked_options(who: str, options: RequestOptions) -> RequestOptions:
+    """The options without neutral keywords of TransformerLens. Raises TypeError for an unknown keyword, or another value."""
+    found: Any = {name: value for name, value in options.items() if name not in NEUTRAL or value != NEUTRAL[name]}
+    check_options(who, found, OF_TRANSFORMER_LENS)
+    return found
 
 
 def tokens_of_equal_length(requests: Requests, prompts: Any) -> list[list[int]]:

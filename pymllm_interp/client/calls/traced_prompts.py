@@ -11,6 +11,8 @@ from ..generation_defaults import IGNORED
 from ..prompts import checked
 from ..request_options import adapters_of, check_trace_options, checked_salt, priorities_of
 
+OFF = ("scan", "validate")
+"""Keywords of earlier nnsight that scripts pass as False, which changes nothing."""
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""
 PREFILL = SamplingParams(temperature=0.0, max_tokens=0)
@@ -67,7 +69,7 @@ def traced_prompt(
     timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
     salt, (adapter,) = checked_salt(kwargs.pop("cache_salt", None)), adapters_of(kwargs.pop("lora", None), 1)
     if mode == "trace":
-        check_trace_options(kwargs.keys() - IGNORED)
+        check_trace_options([name for name in kwargs if name not in IGNORED and (name not in OFF or kwargs[name])])
         params = PREFILL if lowered else FORWARD
     else:
         params = kwargs.pop("sampling_params", None)

@@ -142,7 +142,7 @@ class RemoteEngine:
         try:
             response = self._http.request(method, path, **{"timeout": ANSWER_SECONDS, **kwargs})
         except httpx.TransportError as error:
-            raise ConnectionError(f"no answer from {self.url}: {error!r}") from error
+            raise ConnectionError(f"no answer from {self.url}: {error!r}") from None
         self._check(response)
         return response
 
@@ -156,7 +156,7 @@ class RemoteEngine:
         try:
             response = self._http.send(self._http.build_request("POST", path, **kwargs), stream=True)
         except httpx.TransportError as error:
-            raise ConnectionError(f"no answer from {self.url}: {error!r}") from error
+            raise ConnectionError(f"no answer from {self.url}: {error!r}") from None
         if response.status_code != 200:
             response.read()
         self._check(response)

@@ -62,6 +62,9 @@ class Probe(Spec):
     index: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.weight, nn.Module):
+            given = type(self.weight).__name__
+            raise ValueError(f"Probe: weight is a {given}: Monitor(site, module, ...) takes a module itself")
         super().__post_init__()
         for part in ("bias", "out_weight", "out_bias"):
             self._set(part, _numbers(getattr(self, part), f"Probe: {part}"))

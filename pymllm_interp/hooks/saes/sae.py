@@ -45,7 +45,7 @@ _EPSILON = 1e-5
 """Epsilon of layer_norm, as in SAELens."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class SAE:
     """A sparse autoencoder, or a transcoder. Tensors have one floating dtype, and are on one device.
 
@@ -91,6 +91,12 @@ class SAE:
     feature_names: Mapping[int, str] = field(default_factory=dict, repr=False)
     """Feature -> its name, for plots: ``SAE.load(path, feature_names={7: "the sea"})``. Not part of the fingerprint."""
 
+    def __repr__(self) -> str:
+        """Its sizes, and the fields that are not the defaults."""
+        told = {part.name: getattr(self, part.name) for part in fields(self) if part.repr}
+        told = {name: value for name, value in told.items() if value != getattr(type(self), name)}
+        return f"SAE({', '.join([f'{self.width} -> {self.d_sae} features', *(f'{n}={v!r}' for n, v in told.items())])})"
+
     def __post_init__(self) -> None:
         self._check(
             self.architecture in ARCHITECTURES, f"architecture {self.architecture!r}; there are {ARCHITECTURES}"
@@ -110,7 +116,8 @@ class SAE:
         }  # fmt: skip
         for name, tensor in self.tensors():
             self._check(
-                tuple(tensor.shape) == shapes[name], f"{name} is {list(tensor.shape)}, not {list(shapes[name])}"
+                tuple(tensor.shape) == shapes[name],
+                f"{name} is {list(tensor.shape)}, not {list(shapes[name])}: W_enc [width, d_sae] is {[width, d_sae]}",
             )
             self._check(
                 tensor.is_floating_point() and tensor.dtype is self.dtype, f"{name} is {tensor.dtype}, not {self.dtype}"

@@ -250,4 +250,4 @@ def _download(repo_id: str, dummy: bool) -> Path:
             f"{repo_id!r} is not a folder here{_meant(Path(repo_id))}, and could not be had from the Hugging Face hub ({error}). "
             "Check the name "
             "and the connection (a gated model needs `hf auth login`), or give a folder with config.json and safetensors"
-        ) from error
+        ) from None

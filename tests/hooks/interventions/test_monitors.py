@@ -339,6 +339,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: Probe([1.0], output="softmax"), "one class"),
     (lambda: Probe([1.0], float("nan")), "finite"),
     (lambda: Monitor("resid_post.0", object()), "expected a vector"),
+    (lambda: Probe(nn.Linear(2, 1)), r"weight is a Linear: Monitor\(site, module, ...\) takes a module itself"),
 ]
 
 

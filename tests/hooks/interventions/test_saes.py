@@ -184,6 +184,15 @@ def test_missing_files_are_named(tmp_path):
         SAE.load(SAES / "standard", norm_gains=True)
 
 
+def test_an_sae_shows_its_sizes_and_what_is_no_default():
+    tensors = {"W_enc": torch.ones(3, 5), "b_enc": torch.ones(5), "W_dec": torch.ones(5, 3), "b_dec": torch.ones(3)}
+    assert repr(SAE(**tensors)) == "SAE(3 -> 5 features)"
+    shown = "SAE(3 -> 5 features, architecture='topk', site='resid_post.1', k=2)"
+    assert repr(SAE(**tensors, architecture="topk", k=2, site="blocks.1.hook_resid_post")) == shown
+    with pytest.raises(ValueError, match=r"b_enc is \[5\], not \[3\]: W_enc \[width, d_sae\] is \[5, 3\]"):
+        SAE(**tensors | {"W_enc": torch.ones(5, 3), "W_dec": torch.ones(3, 5)})
+
+
 def test_states_of_another_width_and_missing_inputs_are_refused():
     with pytest.raises(ValueError, match="the states have 11 values; this SAE reads 12"):
         SAE.load(SAES / "standard").encode(torch.randn(2, 11))

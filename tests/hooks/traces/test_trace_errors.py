@@ -257,6 +257,7 @@ def test_step_100_of_5_is_refused_where_it_is_named(lm: LM) -> None:
         (lambda lm: lm.trace([1, 2], position_ids=[3, 4]), PromptError, "do not count its tokens from 0"),
         (lambda lm: lm.trace([1] * 129), PromptError, r"129 tokens .* context holds 128"),
         (lambda lm: lm.trace([1, 2], max_new_tokens=3), TypeError, r"lm\.trace\(\) got max_new_tokens"),
+        (lambda lm: lm.trace([1, 2], scan=True), TypeError, r"got scan: .* takes interventions, .*lm\.scan\("),
         (lambda lm: lm.trace([1, 2], n=3), TypeError, r"lm\.trace\(\).* n"),
         (lambda lm: lm.trace([1, 2], edits=["nope"]), KeyError, "no edit is named"),
     ],
@@ -266,6 +267,12 @@ def test_a_wrong_call_teaches(lm: LM, call: Any, error: type[Exception], message
     with pytest.raises(error, match=message), call(lm):
         lm.model.layers[0].output.save()
     assert lm.engine.num_steps == steps, "something was scheduled"
+
+
+def test_what_earlier_nnsight_switched_off_is_off(lm: LM) -> None:
+    with lm.trace([1, 2], scan=False, validate=False):
+        logits = lm.lm_head.output.save()
+    assert logits.shape[:2] == (1, 2)
 
 
 @pytest.mark.parametrize(
