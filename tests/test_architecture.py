@@ -24,7 +24,7 @@ ORDER = (
     ("kernels",), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",), ("interventions", "captures"),
     ("models",), ("runner",), ("engine",), ("wire",), ("client",), ("harvest",), ("vllm_engine",), ("plots",), ("toolkit",),
     ("lens",), ("lm",), ("server",), ("cluster",),
-    ("cli", "bench", "cache_cli", "demo", "doctor", "evals", "nnterp"),
+    ("__main__", "cli", "bench", "cache_cli", "demo", "doctor", "evals", "nnterp"),
 )  # fmt: skip
 """An import goes to an earlier place, or stays in its own."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -202,7 +202,7 @@ def test_no_two_classes_have_one_name():
 
 
 LINES = {
-    "attention": 1950, "bench": 600, "client": 10100, "cluster": 700, "core": 3900, "engine": 4750, "evals": 500,
+    "attention": 1950, "bench": 600, "client": 10100, "cluster": 700, "core": 3950, "engine": 4750, "evals": 500,
     "harvest": 3500, "hooks": 20850, "kernels": 4950, "layers": 3750, "lens": 1600, "mem_cache": 1750, "models": 10750,
     "plots": 650, "runner": 6750, "sampling": 1050, "server": 12350, "speculative": 250, "toolkit": 6300, "top": 1850,
     "utils": 1150, "vllm_engine": 8700, "wire": 2100,
