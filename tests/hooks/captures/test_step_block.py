@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from pymllm_interp.captures import Project
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.captures.activations import CaptureError
 from pymllm_interp.hooks.captures.egress import copier
+from pymllm_interp.hooks.captures.egress import ring as ring_module
 from pymllm_interp.hooks.captures.egress.copier import AlikeStep
 from pymllm_interp.hooks.captures.egress.ring import CaptureRing, StatesOf
 from pymllm_interp.hooks.captures.rows import CapturedRows
@@ -90,6 +93,7 @@ def run_step(ring: CaptureRing, parts: list[tuple[Own, int, int]]) -> bool:
 @pytest.mark.parametrize("kinds", [[kind] for kind in SPECS] + [["whole", "mean"], ["whole", "generated", "some"]])
 def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory: str, monkeypatch: Any) -> None:
     rng = random.Random(f"{kinds} {memory}")
+    monkeypatch.setattr(ring_module, "PART_BYTES", rng.choice([1 << 26, 2000, 10000]))
     if memory == "small blocks":
         monkeypatch.setattr(copier, "MAX_STEPS", 3)
         monkeypatch.setattr(copier, "FEWEST_STEPS", 2)
@@ -166,6 +170,43 @@ def test_rows_of_large_steps_are_found_once_for_many_steps(monkeypatch: Any) -> 
         assert torch.equal(states[str(group.names[column])], own[1][site])
     del states
     assert ring._copier._places is None  # results are not held
+    ring.close()
+
+
+@pytest.mark.parametrize("elements", [1, 300, 2000])
+def test_parts_of_a_large_step_are_freed_one_by_one(elements: int, monkeypatch: Any) -> None:
+    """Whole requests, and positions of one; some are not captured. A step that packs is one part."""
+    ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
+    ring.open()
+    ring.wait()
+    left: list[int] = []
+    ring.notify_when_freed(lambda: left.append(len(ring.allocator._spans)))
+    monkeypatch.setattr(ring_module, "PART_BYTES", elements * 4)
+    owns: list[Own] = []
+    for kind, length in (("whole", 9), ("some", 4), ("generated", 3), ("two groups", 5), ("last", 2), ("whole", 1)):
+        captures = captures_of(SPECS[kind](), length, length + 1)
+        owns.append((captures, {site: torch.randn(length, INFO.hidden_size) for site in captures.layout.by_site}))
+    held = threading.Event()
+    ring.after(lambda: bool(held.wait(60)) or None)
+    run_step(ring, [(own, 0, own[0].layout.prompt_len) for own in owns])
+    ring.allocator.check_integrity()
+    spans = list(ring.allocator._spans)
+    held.set()
+    ring.wait()
+    assert left == list(range(len(spans)))[::-1] and not ring.allocator.in_use
+    assert all(a[1] == b[0] for a, b in pairwise(spans)) and len(spans) > 1 + (elements < 1000) * 3
+    assert all(stop - start < elements + 4 * INFO.num_hidden_layers * INFO.hidden_size for start, stop in spans)
+    for captures, states in owns:
+        found = captures.result(range(captures.layout.prompt_len))
+        for site, (group, column) in captures.layout.by_site.items():
+            name = str(group.names[column])
+            assert torch.equal(found[name], states[site][found.positions[name]])
+    mean = captures_of(SPECS["mean"](), 9, 10)
+    held.clear()
+    ring.after(lambda: bool(held.wait(60)) or None)
+    run_step(ring, [((mean, {site: torch.randn(9, INFO.hidden_size) for site in mean.layout.by_site}), 0, 9)])
+    assert len(ring.allocator._spans) == 1
+    held.set()
     ring.close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -54,6 +54,18 @@ class RequestSlice(NamedTuple):
     """Elements to copy to the host."""
     records_at: int | None = None
     """First element of the records that are packed on the device, from the start of the span. None: no record is packed."""
+
+    def pieces(self, size: int) -> Iterator[RequestSlice]:
+        """Slices of at most `size` elements, or of one record. No record is packed."""
+        if self.size <= size:
+            yield self
+            return
+        ends, start, before = np.cumsum(self.sizes), 0, 0
+        while start < len(ends):
+            stop = max(int(np.searchsorted(ends, before + size, side="right")), start + 1)
+            count = ends.item(stop - 1) - before
+            yield RequestSlice(self.rows, self.first + start, self.sizes[start:stop], self.offset + before, count)
+            start, before = stop, before + count
 
 
 class AlikeStep(NamedTuple):

@@ -10,7 +10,7 @@ Records of a mean over a prompt, or of a reduction, stay on the device, at the s
 the packed results. With ``device="engine"``, records are copied to their results on the device, and nothing is sent.
 
 The host ring has the size of the device ring, and a span has the same place in both. It is freed after its records are copied to
-the results. Neither the engine's thread nor a launched pass waits for these copies.
+the results, a large one in parts. Neither the engine's thread nor a launched pass waits for these copies.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ from .copier import NO_MEMORY, AlikeStep, RequestSlice, RingCopier, SentSpan
 from .result_memory import Memory, ResultMemory
 from .ring_allocator import RingAllocator
 
+PART_BYTES = 128 << 20
+"""Bytes of a span's parts, which are copied and freed one after the other: the next step waits for the first ones only."""
+
 
 class _StepLayout(NamedTuple):
     """The span that the next pass writes to."""
@@ -44,6 +47,20 @@ class _StepLayout(NamedTuple):
     num_sent: int
     """Elements, from its start, that are copied to the host."""
     slices: list[RequestSlice] | AlikeStep
+
+    def parts(self, size: int) -> list[_StepLayout]:
+        """Spans of about `size` elements, of whole records. A step with packed records is one."""
+        if self.size <= size or self.num_sent < self.size or isinstance(self.slices, AlikeStep):
+            return [self]
+        parts, own, at = list[_StepLayout](), list[RequestSlice](), 0
+        pieces = [piece for one in self.slices for piece in one.pieces(size)]
+        for i, piece in enumerate(pieces):
+            own.append(piece._replace(offset=piece.offset - at))
+            stop = piece.offset + piece.size
+            if stop - at >= size or i + 1 == len(pieces):
+                parts.append(_StepLayout(self.start + at, stop - at, stop - at, own))
+                own, at = [], stop
+        return parts
 
 
 class StatesOf(NamedTuple):
@@ -250,27 +267,24 @@ class CaptureRing:
             return
         start, size, num_sent, slices = layout
         assert self._host is not None, "open() comes before the first request that captures"
-        device, host = self.memory[start : start + size], self._host[start : start + num_sent]
-        copied = began = None
+        parts = layout.parts(PART_BYTES // self.memory.itemsize)
+        spans: list[SentSpan] = []
         if self._stream is None:
-            _pack(device, slices)
-            host.copy_(device[:num_sent])
+            _pack(self.memory[start : start + size], slices)
+            self._host[start : start + num_sent].copy_(self.memory[start : start + num_sent])
+            spans += (SentSpan(part.start, part.slices, None) for part in parts)
         else:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             try:
                 with torch.cuda.stream(self._stream):
-                    _pack(device, slices)
-                    if TIMES.on:
-                        began = torch.cuda.Event(enable_timing=True)
-                        began.record()
-                    host.copy_(device[:num_sent], non_blocking=True)
-                    copied = torch.cuda.Event(enable_timing=TIMES.on, blocking=True)
-                    copied.record()
+                    _pack(self.memory[start : start + size], slices)
+                    spans += map(self._launch, parts)
             except NO_MEMORY:
                 current.wait_stream(self._stream)  # the next pass writes to the span after the launched copies
                 raise
-        self.allocator.allocate(start, size)
+        for part in parts:
+            self.allocator.allocate(part.start, part.size)
         self.bytes_sent += num_sent * self.memory.itemsize
         if isinstance(slices, AlikeStep):
             for captures, first in zip(slices.rows, slices.firsts, strict=True):
@@ -278,7 +292,20 @@ class CaptureRing:
         else:
             for captures, first, sizes, *_ in slices:
                 captures.next_position = first + len(sizes)
-        self._copier.send(SentSpan(start, slices, copied, began))
+        for span in spans:
+            self._copier.send(span)
+
+    def _launch(self, part: _StepLayout) -> SentSpan:
+        """Launch the copy of a part to the host, on the current stream."""
+        assert self._host is not None
+        began, own = None, slice(part.start, part.start + part.num_sent)
+        if TIMES.on:
+            began = torch.cuda.Event(enable_timing=True)
+            began.record()
+        self._host[own].copy_(self.memory[own], non_blocking=True)
+        copied = torch.cuda.Event(enable_timing=TIMES.on, blocking=True)
+        copied.record()
+        return SentSpan(part.start, part.slices, copied, began)
 
     def forget(self) -> None:
         """Discard the last `lay_out`: its pass failed."""
