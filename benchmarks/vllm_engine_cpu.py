@@ -3,7 +3,8 @@
     PYTHONPATH=. PYTHON_OF_VLLM_ENVIRONMENT benchmarks/vllm_engine_cpu.py --out FILE
 
 "rank": `RankStage` by itself, with device tables and the ring, as on CUDA, without the kernels. Microseconds of a decode step
-with so many requests, and of a request's begin and end. "client": CPU time of the client's process for each request of a tiny
+with so many requests, and of a request's begin and end. `--turns 2` has that many batches of the requests by turns, as pipeline ranks
+have, and the time of a step of one. "client": CPU time of the client's process for each request of a tiny
 model, beside a plain vLLM client's. The least of the repeats counts.
 """
 
@@ -55,13 +56,13 @@ def specs_of(case: str, layers: int) -> tuple[list[Any], list[str]]:
 # -- a rank ----------------------------------------------------------------------------------
 
 
-def rank_part(count: int, steps: int) -> dict[str, dict[str, float]]:
+def rank_part(count: int, steps: int, turns: int) -> dict[str, dict[str, float]]:
     """Microseconds of `RankStage` by case: of a step with `count` requests, and of one request's begin and end."""
     os.environ["PYMLLM_INTERP_VLLM_TABLES"] = "1"
-    return {case: _rank(case, count, steps) for case in CASES}
+    return {case: _rank(case, count, steps, turns) for case in CASES}
 
 
-def _rank(case: str, count: int, steps: int) -> dict[str, float]:
+def _rank(case: str, count: int, steps: int, turns: int) -> dict[str, float]:
     from transformers import LlamaConfig
 
     from pymllm_interp import Capture
@@ -104,11 +105,14 @@ def _rank(case: str, count: int, steps: int) -> dict[str, float]:
     stage.end()
     seconds["prefill step"] = time.thread_time() - start
     times = []
+    share = -(-count // turns)
     for step in range(steps):
-        start = time.thread_time()
-        stage.begin(names, starts, np.full(count, PROMPT + step, dtype=np.int32), "cpu")
-        stage.end()
-        times.append(time.thread_time() - start)
+        for first in range(0, count, share):
+            own = names[first : first + share]
+            start = time.thread_time()
+            stage.begin(own, starts[: len(own) + 1], np.full(len(own), PROMPT + step, dtype=np.int32), "cpu")
+            stage.end()
+            times.append(time.thread_time() - start)
     seconds["decode step"] = sorted(times)[len(times) // 2]
     start = time.thread_time()
     computed = PROMPT + steps
@@ -195,6 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--part", choices=["rank", "plain", "ours"], default=None)
     parser.add_argument("--folder", default="")
@@ -202,7 +207,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if args.part == "rank":
-        print(json.dumps(rank_part(args.requests, args.steps)), flush=True)
+        print(json.dumps(rank_part(args.requests, args.steps, args.turns)), flush=True)
         return
     if args.part:
         print(json.dumps(client_part(args.part, args.folder, args.requests, args.repeats)), flush=True)
@@ -213,8 +218,9 @@ def main() -> None:
         for part in ("rank", "plain", "ours"):
             command = [sys.executable, __file__, "--part", part, "--folder", folder, f"--requests={args.requests}"]
             done = subprocess.run(
-                [*command, f"--repeats={args.repeats}", f"--steps={args.steps}"], capture_output=True, text=True
-            )
+                [*command, f"--repeats={args.repeats}", f"--steps={args.steps}", f"--turns={args.turns}"],
+                capture_output=True, text=True,
+            )  # fmt: skip
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
             found[part] = json.loads(lines[-1]) if lines else {"error": (done.stdout + done.stderr)[-3000:]}
             print(part, json.dumps(found[part], indent=1), flush=True)

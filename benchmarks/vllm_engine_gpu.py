@@ -10,7 +10,7 @@ round. "plain again" is plain vLLM at the end of a round. "front" and "norm": wh
 "idle": nothing is declared. "one site": each request steers one site. "all layers": it steers every layer.
 "captured": it captures resid_post of all layers.
 
-`--stages` measures and prints where the time of each case goes, in rank 0 and in the client. It takes time itself, so use it
+`--stages` measures and prints where the time of each case goes, in the ranks and in the client. It takes time itself, so use it
 apart (`--rounds 1 --taps norm`). "cpu" is of the stage's own thread. The rest of "seconds" is waiting: for the GIL, a lock, a
 queue or the device.
 """
@@ -168,10 +168,11 @@ class Ours:
         return found
 
     def _stages(self) -> dict[str, Any]:
-        """Of rank 0 and the client, since the last call; empty where it is not measured."""
+        """Of the ranks and the client, since the last call; empty where it is not measured."""
         if not TIMES.on:
             return {}
-        return {"rank 0": self._lm.backend.core.call("interp_stages")[0], "client": TIMES.taken()}  # pyright: ignore
+        ranks = self._lm.backend.core.call("interp_stages")  # pyright: ignore
+        return {f"rank {i}": found for i, found in enumerate(ranks)} | {"client": TIMES.taken()}
 
     def close(self) -> None:
         """End vLLM."""

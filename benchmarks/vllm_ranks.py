@@ -8,7 +8,8 @@ share of the site's rows (2-norms; of rows, the root mean square), beside our ow
 same of vLLM with one rank. "eplb" forces a move of experts after every few steps, and runs the batch three times. "experts" is the
 share of rows with the same experts as with one rank.
 "speed": see vllm_engine_gpu.py; "idle", "one site", "all layers" and "captured" by plain vLLM, in turns. Engines of all ways are
-loaded at once, and measured one way after the other.
+loaded at once, and measured one way after the other. A ring of 2 GiB holds one step of 8,192 tokens of the 8B shape: with captures
+the next step waits for it. `--ring` is to be twice as large where only captures are measured.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import torch
 from vllm_engine_check import MOE, NO_MULTICAST, TINY, block, environment_of, prompts_of, saved_model
 from vllm_engine_gpu import DENSE, Side
 from vllm_engine_gpu import MOE as LARGE_MOE
+
+from pymllm_interp.utils.stage_times import VARIABLE
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 MOVES = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2, "use_async": False}
@@ -168,7 +171,7 @@ def side(way: str, folder: Path, args: argparse.Namespace) -> Side:
     """Plain vLLM with these ranks, and an LM over it."""
     options = [
         f"--batches={','.join(map(str, args.batches))}", f"--prompt={args.prompt}", f"--new={args.new}", f"--dtype={args.dtype}",
-        f"--kv-bytes={4 << 30}", f"--ring={2 << 30}", "--vocab=1000", f"--vllm={json.dumps(WAYS[way])}",
+        f"--kv-bytes={4 << 30}", f"--ring={args.ring}", "--vocab=1000", f"--vllm={json.dumps(WAYS[way])}",
         f"--config={args.config or (folder if way in OF_EXPERTS else DENSE)}",
     ]  # fmt: skip
     options += ["--eager"] * args.cpu + ["--moe-backend=triton"] * (way in OF_EXPERTS and not args.cpu)
@@ -184,6 +187,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ring", type=int, default=2 << 30, help="bytes of the ring of captured states, of each engine")
+    parser.add_argument("--stages", action="store_true", help="measure where the time goes on each rank, and print it")
     parser.add_argument("--config", default="", help="folder with a config.json for speed; weights are random")
     parser.add_argument("--dtype", choices=list(TOLERANCE), default=None)
     parser.add_argument("--cpu", action="store_true", help="two processes of a CPU, without graphs: to try this script")
@@ -194,6 +199,8 @@ def main() -> None:
     args.dtype = args.dtype or ("float32" if args.cpu else "bfloat16")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if args.stages:
+        os.environ[VARIABLE] = "1"  # of the processes of engines
     if args.one is not None:
         torch.save(values(args.one, args.folder, args), args.out)
         return

@@ -27,6 +27,7 @@ from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.interventions import Generated
 from pymllm_interp.vllm_engine.client.core import VllmCore
 from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
+from pymllm_interp.vllm_engine.worker import batch
 from pymllm_interp.vllm_engine.worker.blocks import traces
 from pymllm_interp.vllm_engine.worker.blocks.kept_kv import KeptKV
 from pymllm_interp.vllm_engine.worker.hooks_of import HooksOf
@@ -319,6 +320,46 @@ def test_rows_of_drafts_that_were_not_accepted_come_again(way: str, monkeypatch:
         assert list(found.declared.activations) == list(wanted.declared.activations)
         for site, rows in wanted.declared.activations.items():
             torch.testing.assert_close(found.declared.activations[site], rows)
+
+
+def test_batches_by_turns_are_laid_out_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on pipeline ranks, beside a plain request; then one joins, two come together, and one is preempted."""
+    made, finds = [], batch.KeptBatches.add
+    monkeypatch.setattr(batch.KeptBatches, "add", lambda self, one: made.append(one.ids) or finds(self, one))
+    wanted, results = run(Rank(rows=8), [PROMPT])
+    made.clear()
+    rank, states, at = Rank(rows=8), {name: list[torch.Tensor]() for name in HOOKS}, dict.fromkeys(HOOKS, 0)
+    for name in HOOKS:
+        rank.add(name)
+
+    def step(*parts: tuple[str, int]) -> None:
+        out = rank.step([(name, at[name], count) for name, count in parts])
+        for (name, count), part in zip(parts, out.split([count for _, count in parts]), strict=True):
+            states[name].append(part)
+            at[name] += count
+
+    for count in (4, 4, 2):
+        for name in HOOKS:
+            step((name, count))
+    assert made == [[f"vllm-{name}"] for name in HOOKS]
+    step(("a", 1), ("b", 1))
+    step(("c", 1), ("plain", 1))
+    assert len(made) == 6
+    for _ in range(2):
+        step(("a", 1), ("b", 1))
+        step(("c", 1))
+    assert len(made) == 7
+    rank.stage.preempted("vllm-c")
+    rank.step([("c", 0, PROMPT + 2)])
+    step(("a", 1), ("b", 1))
+    step(("c", 1))
+    for name, parts in states.items():
+        if name != "plain":
+            torch.testing.assert_close(torch.cat(parts), wanted[name], atol=1e-5, rtol=1e-5)
+            found = rank.finish(name, NEW)
+            assert found.error is None and found.steps == {"made up": 7 + (name == "c")}
+            assert found.declared.applied == results[name].declared.applied
+            assert found.declared.captured == results[name].declared.captured
 
 
 @pytest.mark.parametrize("rows", [8, 1])

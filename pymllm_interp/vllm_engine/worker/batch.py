@@ -91,6 +91,37 @@ class StepBatch:
             self._last_steps.clear()
 
 
+class KeptBatches:
+    """Batches without common requests. Pipeline ranks run such batches by turns."""
+
+    def __init__(self) -> None:
+        self._kept: list[StepBatch] = []
+
+    def find(self, ids: Sequence[str]) -> StepBatch | None:
+        """The batch of these requests in this order. None: counts of batches with some of them are settled, for a new batch."""
+        wanted = list(ids)
+        for batch in self._kept:
+            if batch.ids == wanted:
+                return batch
+        others = set(wanted)
+        for batch in self._kept:
+            if not others.isdisjoint(batch.ids):
+                batch.settle()
+        self._kept = [batch for batch in self._kept if others.isdisjoint(batch.ids)]
+        return None
+
+    def add(self, batch: StepBatch) -> StepBatch:
+        """Keep a batch that `find` did not find."""
+        self._kept.append(batch)
+        return batch
+
+    def close(self) -> None:
+        """Give all requests their counts, before one of them changes."""
+        for batch in self._kept:
+            batch.settle()
+        self._kept.clear()
+
+
 @dataclass
 class VllmStep:
     """The token rows of a step. A `core.step.StepRows`.

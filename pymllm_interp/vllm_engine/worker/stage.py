@@ -31,7 +31,7 @@ from ...utils.stage_times import TIMES
 from ...utils.upload import upload
 from ..results import AskedRows
 from ..settings import limits_of, uses_tables
-from .batch import StepBatch, VllmStep, step_of
+from .batch import KeptBatches, StepBatch, VllmStep, step_of
 from .egress.rank_scores import RankScores
 from .egress.result_arena import ResultArena
 from .hooked_request import HookedRequest, RankResult
@@ -88,7 +88,7 @@ class RankStage:
         self._known: dict[str, HookedRequest] = {}  # by vLLM's id
         self._by_own_id: dict[str, HookedRequest] = {}
         self.step: VllmStep | None = None
-        self._batch: StepBatch | None = None
+        self._batches = KeptBatches()
         self._calls_before = 0
         self._marked = (0.0, 0.0)
         self._held = False
@@ -114,7 +114,7 @@ class RankStage:
             if found.declared is not None and self.rank and not self.in_tables:
                 found.declared.captures = None
             self._known[vllm_id] = self._by_own_id[request_id] = found
-            self._close_batch()
+            self._batches.close()
 
     def cuts(self, vllm_id: str) -> bool:
         """Whether a request's passes are by modules, equal on all ranks, also when the first has sent its results."""
@@ -140,7 +140,7 @@ class RankStage:
         if vllm_id not in self._known:
             return
         with self.lock:
-            self._close_batch()
+            self._batches.close()
             found = self._known.pop(vllm_id)
             found.forgotten = True
             if self.rank:  # this rank sends no results
@@ -163,7 +163,7 @@ class RankStage:
         with self.lock:
             if found.declared is None:
                 return
-            self._close_batch()
+            self._batches.close()
             if num_tokens is not None:
                 found.computed = min(found.computed, num_tokens - 1)
                 found.declared.settle(found.computed)
@@ -200,6 +200,7 @@ class RankStage:
         if not live:
             return
         if len(self._rows) < len(live):
+            self._batches.close()
             self._evict(set(req_ids))
         for found in live:
             found.row, found.hooks.bound = self._rows.pop(), found.declared
@@ -228,7 +229,7 @@ class RankStage:
         An exception of one is the result of that one.
         """
         with self.lock, self.side():
-            self._close_batch()
+            self._batches.close()
             seen = self._read_seen()
             return [self._finish(end, seen) for end in ends]
 
@@ -333,17 +334,16 @@ class RankStage:
         self._mark("step: between steps")
         with TIMES.of("step: wait for the lock"):
             self._hold()
-        batch = self._batch
-        if batch is None or batch.ids != list(req_ids):
-            self._close_batch()
+        batch = self._batches.find(req_ids)
+        if batch is None:
             with TIMES.of("step: rows of new requests"):
                 self._take_rows(req_ids)
-            batch = self._batch = StepBatch(req_ids, self._live, self._logits_site, self.whole)
+            batch = self._batches.add(StepBatch(req_ids, self._live, self._logits_site, self.whole))
             known = [self._known[one] for one in req_ids if one in self._known]
             batch.asked = frozenset().union(*(one.sites for one in known))
             batch.links_sites = any(one.links_sites for one in known)
         if not batch.hooked:
-            self.idle()
+            self._rest()
         self.scores.begin(filter(None, map(self._known.get, req_ids)), int(starts[len(req_ids)]))
         self.taps.asked, self.links_sites = batch.asked, batch.links_sites
         if not batch.hooked:
@@ -399,12 +399,6 @@ class RankStage:
                 TIMES.add(stage, now[0] - self._marked[0], now[1] - self._marked[1])
             self._marked = now
 
-    def _close_batch(self) -> None:
-        """Give requests their counts before a step that differs from the last one."""
-        if self._batch is not None:
-            self._batch.settle()
-            self._batch = None
-
     @property
     def _ring(self) -> CaptureRing:
         ring = self.stage.capture_ring
@@ -434,7 +428,10 @@ class RankStage:
     def idle(self) -> None:
         """The next pass is not one of requests with hooks: a dummy one, or plain."""
         with self.lock:
-            self._close_batch()
+            self._batches.close()
+        self._rest()
+
+    def _rest(self) -> None:
         self.step, self.taps.ops, self.taps.asked, self.links_sites = None, None, frozenset(), False
         if self.in_tables:
             self.buffers.clear()

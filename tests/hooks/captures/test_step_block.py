@@ -169,7 +169,33 @@ def test_rows_of_large_steps_are_found_once_for_many_steps(monkeypatch: Any) -> 
     for site, (group, column) in captures.layout.by_site.items():
         assert torch.equal(states[str(group.names[column])], own[1][site])
     del states
-    assert ring._copier._places is None  # results are not held
+    assert not ring._copier._places  # results are not held
+    ring.close()
+
+
+@pytest.mark.parametrize("memory", ["a block", "no block"])
+def test_rows_of_batches_by_turns_are_found_once(memory: str, monkeypatch: Any) -> None:
+    """As on pipeline ranks."""
+    if memory == "no block":
+        monkeypatch.setattr(copier, "MAX_BYTES", 0)
+    found: list[int] = []
+    prepare = CapturedRows.prepare
+    monkeypatch.setattr(CapturedRows, "prepare", lambda self, memory: found.append(1) or prepare(self, memory))
+    ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
+    ring.open()
+    owns: list[Own] = []
+    for _ in range(3):
+        captures = captures_of(SPECS["whole"](), 1, 12)
+        owns.append((captures, {site: torch.randn(12, INFO.hidden_size) for site in captures.layout.by_site}))
+    for position in range(12):
+        for own in owns:
+            assert run_step(ring, [(own, position, 1)]) == (position > 0)
+    ring.wait()
+    assert len(found) == 2 * len(owns), "for prompts, and for the steps"
+    for captures, states in owns:
+        result = captures.result(range(12))
+        for site, (group, column) in captures.layout.by_site.items():
+            assert torch.equal(result[str(group.names[column])], states[site])
     ring.close()
 
 
@@ -244,7 +270,7 @@ def test_a_block_of_one_step_holds_no_results_after_a_request_ends() -> None:
     captures = captures_of(SPECS["whole"](), 1, 4)
     run_step(ring, [((captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.layout.by_site}), 1, 1)])
     ring.wait()
-    assert ring._copier._places is None
+    assert not ring._copier._places
     ring.close()
 
 

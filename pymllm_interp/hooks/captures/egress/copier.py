@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,6 +37,8 @@ MAX_BYTES = 256 << 20
 """Upper bound of the memory of held steps."""
 FEWEST_STEPS = 8
 """Fewest steps that are held. Where fewer fit, each step is copied to the results at once."""
+MAX_PLACES = 8
+"""Most batches by turns for which the places of results are kept: those of pipeline ranks."""
 NUM_COPIERS = 8
 """Threads that copy from the host ring to results."""
 
@@ -191,7 +194,7 @@ class RingCopier:
         self._block = torch.empty((0, 0))
         self._held: AlikeStep | None = None  # the first step of the block
         self._count = 0
-        self._places: _KeptAt | None = None
+        self._places = deque[_KeptAt](maxlen=MAX_PLACES)
 
     @property
     def started(self) -> bool:
@@ -278,7 +281,7 @@ class RingCopier:
         """
         size = len(step.rows) * step.kind.sent_size
         if self._held is not None and not step.follows(self._held, self._count):
-            self._flush()
+            self._copy_held()
         size_bytes = size * host.itemsize
         steps = min(MAX_STEPS, MAX_BYTES // size_bytes)
         if steps < FEWEST_STEPS or size_bytes >= PART_BYTES:
@@ -293,15 +296,18 @@ class RingCopier:
             np.copyto(as_integers(self._block[self._count]), as_integers(host[:size]))
         self._count += 1
         if self._count == len(self._block):
-            self._flush()
+            self._copy_held()
 
     def _flush(self) -> None:
-        """Copy the held steps to the results, and drop them."""
+        """Copy the held steps to the results, and hold no results."""
+        self._copy_held()
+        self._places.clear()
+
+    def _copy_held(self) -> None:
         first, count = self._held, self._count
         self._held, self._count = None, 0
         if first is not None:
             self._copy_steps(self._block[:count], first)
-        self._places = None
 
     def _copy_steps(self, block: torch.Tensor, step: AlikeStep) -> None:
         """Copy records [steps, requests * size]. A request with a failed copy loses its captures; others are still served."""
@@ -323,8 +329,7 @@ class RingCopier:
             rows.mark_copied(first + len(block))
 
     def _places_of(self, step: AlikeStep) -> _KeptAt:
-        known = self._places
-        if known is not None:
+        for known in self._places:
             steps = step.firsts[0] - known.step.firsts[0]
             if steps >= 0 and step.follows(known.step, steps):
                 return known
@@ -338,8 +343,8 @@ class RingCopier:
                     continue
                 for index, own in enumerate(rows.groups):
                     addresses[index, i] = own.address + own.group.ordinals.item(first) * own.group.row_bytes
-        self._places = _KeptAt(step, list(addresses))
-        return self._places
+        self._places.append(found := _KeptAt(step, list(addresses)))
+        return found
 
     def _copy_slices(self, host: torch.Tensor, slices: Sequence[RequestSlice]) -> None:
         copies = BlockCopies(host, self._copy)
