@@ -38,7 +38,7 @@ MAX_BYTES = 256 << 20
 FEWEST_STEPS = 8
 """Fewest steps that are held. Where fewer fit, each step is copied to the results at once."""
 MAX_PLACES = 8
-"""Most batches by turns for which the places of results are kept: those of pipeline ranks."""
+"""Upper bound of the batches with kept places. Pipeline ranks run several by turns."""
 NUM_COPIERS = 8
 """Threads that copy from the host ring to results."""
 

@@ -10,7 +10,7 @@ Records of a mean over a prompt, or of a reduction, stay on the device, at the s
 the packed results. With ``device="engine"``, records are copied to their results on the device, and nothing is sent.
 
 The host ring has the size of the device ring, and a span has the same place in both. It is freed after its records are copied to
-the results, a large one in parts. Neither the engine's thread nor a launched pass waits for these copies.
+the results. A large one has parts that are freed one by one. Neither the engine's thread nor a launched pass waits for these copies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .result_memory import Memory, ResultMemory
 from .ring_allocator import RingAllocator
 
 PART_BYTES = 128 << 20
-"""Bytes of a span's parts, which are copied and freed one after the other: the next step waits for the first ones only."""
+"""Bytes of a span's parts, which are copied and freed one by one. So the next step waits for the first ones only."""
 
 
 class _StepLayout(NamedTuple):
