@@ -10,7 +10,7 @@ Records of a mean over a prompt, or of a reduction, stay on the device, at the s
 the packed results. With ``device="engine"``, records are copied to their results on the device, and nothing is sent.
 
 The host ring has the size of the device ring, and a span has the same place in both. It is freed after its records are copied to
-the results. A large one has parts that are freed one by one. Neither the engine's thread nor a launched pass waits for these copies.
+the results. Parts of a large one are freed one by one. Neither the engine's thread nor a launched pass waits for these copies.
 """
 
 from __future__ import annotations
