@@ -3,9 +3,9 @@
     PYTHONPATH=. PYTHON_OF_VLLM_ENVIRONMENT benchmarks/vllm_engine_cpu.py --out FILE
 
 "rank": `RankStage` by itself, with device tables and the ring, as on CUDA, without the kernels. Microseconds of a decode step
-with so many requests, and of a request's begin and end. `--turns 2` has that many batches of the requests by turns, as pipeline ranks
-have, and the time of a step of one. "client": CPU time of the client's process for each request of a tiny
-model, beside a plain vLLM client's. The least of the repeats counts.
+with so many requests, and of a request's begin and end. `--turns 2` has that many batches of the requests by turns, as pipeline
+ranks have, and the time of a step of one. "client": CPU time of the client's process for each request of a tiny model, beside a
+plain vLLM client's. The least of the repeats counts.
 """
 
 from __future__ import annotations
