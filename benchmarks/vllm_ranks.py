@@ -187,7 +187,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ring", type=int, default=2 << 30, help="bytes of the ring of captured states, of each engine")
+    parser.add_argument(
+        "--ring", type=int, default=2 << 30, help="bytes of the ring of captured states, of each engine"
+    )
     parser.add_argument("--stages", action="store_true", help="measure where the time goes on each rank, and print it")
     parser.add_argument("--config", default="", help="folder with a config.json for speed; weights are random")
     parser.add_argument("--dtype", choices=list(TOLERANCE), default=None)
