@@ -205,7 +205,7 @@ LINES = {
     "attention": 1950, "bench": 600, "client": 10100, "cluster": 700, "core": 3950, "engine": 4750, "evals": 500,
     "harvest": 3500, "hooks": 20950, "kernels": 4950, "layers": 3750, "lens": 1600, "mem_cache": 1750, "models": 10750,
     "plots": 650, "runner": 6750, "sampling": 1050, "server": 12350, "speculative": 250, "toolkit": 6300, "top": 1850,
-    "utils": 1150, "vllm_engine": 8750, "wire": 2100,
+    "utils": 1200, "vllm_engine": 8750, "wire": 2100,
 }  # fmt: skip
 """Most lines of each folder, to the next 50: what grows is seen here. See docs/decisions, 137."""
 
@@ -410,7 +410,7 @@ def test_no_module_is_called_through_forward():
 
 
 def test_no_except_exception_around_computation():
-    """Some folders deal with users' code; elsewhere a broad handler must raise again."""
+    """Some folders deal with users' code; elsewhere a broad handler must raise again. `plain_text` calls users' methods."""
     wrong = []
     for module in FILES:
         for node in nodes_of(module):
@@ -423,6 +423,7 @@ def test_no_except_exception_around_computation():
                 and not again
                 and place(module)
                 not in ("client", "cluster", "ray", "engine", "hooks", "harvest", "server", "vllm_engine")
+                and module != "pymllm_interp.utils.arguments"
             ):
                 wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno}")
             if node.type is None:

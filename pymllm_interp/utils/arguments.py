@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral
 from typing import Any
@@ -43,6 +43,19 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
         stacklevel: see `warnings.warn`; 3 is the caller of the function that calls this one.
     """
     warnings.warn(f"pymllm-interp 0.2 removes {old}: use {new}", DeprecationWarning, stacklevel)
+
+
+def plain_text(value: Any, form: Callable[[Any], str] = str) -> str:
+    """Text of a value that may be of a client's class, whose own methods may raise: in UTF-8, and of no subclass of str.
+
+    Args:
+        form: str or repr.
+    """
+    try:
+        found = form(value)
+    except BaseException as error:  # also SystemExit, which would end an engine's thread
+        found = f"({type(value).__name__}, whose text raises {type(error).__name__})"
+    return str.encode(found, "utf-8", "backslashreplace").decode()
 
 
 def shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from ..utils.arguments import plain_text
 from ..utils.caller_frames import block_traceback
 
 
@@ -61,9 +62,11 @@ def failure_of(error: BaseException) -> Failure:
         return error.failure
     found = block_traceback(error)
     frames = [_frame(frame, line) for frame, line in traceback.walk_tb(found)]
-    bases = [cls.__name__ for cls in type(error).__mro__[1:] if cls.__module__ == "builtins"]
-    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return Failure(type(error).__name__, message, list(getattr(error, "__notes__", ())), ends(frames), bases)
+    bases = [plain_text(cls.__name__) for cls in type(error).__mro__[1:] if cls.__module__ == "builtins"]
+    message = plain_text(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    notes = getattr(error, "__notes__", [])
+    notes = [plain_text(note) for note in (notes if isinstance(notes, list | tuple) else [notes])]
+    return Failure(plain_text(type(error).__name__), message, notes, ends(frames), bases)
 
 
 def _frame(frame: FrameType, line: int | None) -> tuple[str, int, str]:
@@ -73,7 +76,7 @@ def _frame(frame: FrameType, line: int | None) -> tuple[str, int, str]:
     servers = path.startswith(_FOLDERS) or path == getattr(sys.modules.get(module), "__file__", None)
     if shown == path and servers:
         shown = f"<{module}>"
-    return shown, line or 1, frame.f_code.co_name
+    return plain_text(shown), line or 1, plain_text(frame.f_code.co_name)
 
 
 def ends(frames: Sequence[tuple[str, int, str]]) -> list[tuple[str, int, str]]:

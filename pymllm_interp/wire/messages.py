@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ..core.events import RequestTimes
-from .failures import Failure
+from .failures import Failure, failure_of
 
 Logprobs = dict[int, tuple[float, int]]
 """Token id -> (log probability, rank), as core.events.Logprob without its text."""
@@ -309,3 +309,20 @@ FromEngine = Ready | Accepted | Rows | Token | Finished | Frame | Answer | Faile
 encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(list[FromEngine])
+_UNSENDABLE = TypeError, ValueError, OverflowError, RecursionError
+
+
+def encoded(messages: list[FromEngine]) -> bytes:
+    """Messages as msgpack. One that has no such form, such as a text that is not UTF-8, becomes a `Failed` of its call."""
+    try:
+        return encoder.encode(messages)
+    except _UNSENDABLE:
+        return encoder.encode([_sendable(message) for message in messages])
+
+
+def _sendable(message: FromEngine) -> FromEngine:
+    try:
+        encoder.encode(message)
+    except _UNSENDABLE as error:
+        return Failed(message.call, failure_of(error))
+    return message

@@ -97,9 +97,9 @@ class ValueEncoder:
 
     def _tensor(self, tensor: torch.Tensor, what: str) -> dict[str, Any]:
         if id(tensor) not in self._known:
-            if tensor.layout is not torch.strided or tensor.is_meta:
+            if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
                 raise TypeError(
-                    f"{what} is a tensor with the layout {tensor.layout} on {tensor.device}: save a dense one"
+                    f"{what} is a tensor of {tensor.dtype} with the layout {tensor.layout} on {tensor.device}: save a dense one"
                 )
             found, number = tensor.detach().to("cpu"), str(len(self.tensors))
             tree: dict[str, Any] = {"t": number}
@@ -183,9 +183,11 @@ class ValueDecoder:
 
 
 def _tensor_of(value: np.ndarray | np.generic, what: str) -> torch.Tensor:
-    """A copy of an array: torch takes none that is read backwards."""
+    """A copy of an array in this machine's byte order: torch takes none that is read backwards."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{what} is a masked array, which cannot be sent to the client: save its data and its mask")
     try:
-        return torch.as_tensor(np.array(value))
+        return torch.as_tensor(np.array(value, value.dtype.newbyteorder("=")))
     except TypeError as error:
         raise TypeError(f"{what} is an array of {value.dtype}, which cannot be sent to the client: {error}") from None
 

@@ -230,6 +230,7 @@ def test_forms_are_read_and_others_refused() -> None:
     kind, body = request.headers["content-type"], request.read()
     form = form_of(body, kind)
     assert form.fields == {"a": ["ä"], "b": ["1", "2"]} and form.files == {"file": b"\r\n--x\x00\xff"}
+    assert form_of(body, kind.replace("boundary", "Boundary")) == form
     many = httpx.Request("POST", "http://a", files=[(str(i), b"") for i in range(65)])
     for wrong, its in ((body, "multipart/form-data"), (body[:-4], kind), (b"", kind), (many.read(), many.headers["content-type"]),
                        (body.replace(b'name="', b'nome="'), kind), (body.replace("ä".encode(), b"\xff\xff"), kind)):  # fmt: skip

@@ -240,7 +240,7 @@ MAX_FIELDS = 64
 """Most parts of a form."""
 MAX_HEADERS = 4096
 """Most bytes of a part's headers."""
-_BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))')
+_BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))', re.IGNORECASE)
 _NAME = re.compile(rb'^content-disposition:[^\r\n]*?[;\s]name="([^"\r\n]*)"', re.IGNORECASE | re.MULTILINE)
 _FILE = re.compile(rb"^content-disposition:[^\r\n]*?[;\s]filename\*?=", re.IGNORECASE | re.MULTILINE)
 

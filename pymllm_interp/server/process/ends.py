@@ -48,7 +48,7 @@ class ProcessEnd:
         self._outgoing.connect(settings["events"])
 
     def send(self, messages: list[m.FromEngine]) -> None:
-        self._outgoing.send(m.encoder.encode(messages))
+        self._outgoing.send(m.encoded(messages))
 
     def messages(self, server: EngineServer) -> Iterator[m.ToEngine]:
         while os.getppid() == self._parent:  # which may have ended while the model was loaded

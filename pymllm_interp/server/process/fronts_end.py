@@ -112,7 +112,7 @@ class FrontsEnd:
             by_session.setdefault(message.call >> CALL_BITS, []).append(message)
             message.call &= (1 << CALL_BITS) - 1
         for number, own in by_session.items():
-            self._out.send_multipart([str(number).encode(), m.encoder.encode(own)])
+            self._out.send_multipart([str(number).encode(), m.encoded(own)])
 
     def _tell_parent(self, message: m.FromEngine) -> None:
         """The first message: whether the model was loaded."""

@@ -10,6 +10,7 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
+from ....utils.arguments import plain_text
 from ..nnsight_compat import Event, Interleaver, Mediator, Pending, save_scope
 from ..serving.attention_mask import READ_ONLY
 from ..serving.points import Points
@@ -290,7 +291,7 @@ class BlockScope:
 
 
 def _warn_of(block: Block, raised: BaseException) -> None:
-    block.trace.warn(f"the block raised {raised!r} while it was unwound")
+    block.trace.warn(f"the block raised {plain_text(raised, repr)} while it was unwound")
 
 
 def _swap(block: Block, location: str, shared: SharedValue, edited: Any) -> EditError | MixedRowsError | None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ....core.receipt import Receipt
+from ....utils.arguments import plain_text
 from ....utils.caller_frames import block_traceback
 from ...captures.activations import NOTHING, Activations
 from ..nnsight_compat import EarlyStopException, Mediator, OutOfOrderError, Pending
@@ -241,12 +242,12 @@ class RequestTrace:
         if isinstance(raised, EarlyStopException):
             self.stopped = True
         elif self.error is None:
-            self.error = raised
-            if isinstance(raised, RuntimeError) and "does not require grad" in str(raised) and not self.grad:
+            self.error, text = raised, plain_text(raised)
+            if isinstance(raised, RuntimeError) and "does not require grad" in text and not self.grad:
                 raised.add_note(
                     "a trace has gradients if its block names them (backward, grad, ...), or with grad=True"
                 )
-            if "derivative for" in (text := str(raised)) and "attention" in text:
+            if "derivative for" in text and "attention" in text:
                 raised.add_note(
                     "torch's fused attention has no second derivative: give the trace attn_implementation='eager'"
                 )
@@ -257,8 +258,9 @@ class RequestTrace:
                 )
             for other in self.gang:
                 if not other.ended:
+                    why = plain_text(raised, repr)
                     other.fail(
-                        GangError(f"request {self.request_id}, which runs together with this one, failed: {raised!r}")
+                        GangError(f"request {self.request_id}, which runs together with this one, failed: {why}")
                     )
 
     def _binds_elsewhere(self, name: str | None) -> bool:
