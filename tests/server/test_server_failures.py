@@ -126,6 +126,6 @@ def test_values_that_numpy_and_torch_keep_in_other_ways(server: Server) -> None:
             pytest.raises(TypeError, match=r"masked is a masked array.*: save its data and its mask"),
             lm.trace(PROMPT),
         ):
-            masked = save(np.ma.array([1, 2], mask=[False, True]))
+            masked = save(np.ma.array([1, 2], mask=[False, True]))  # noqa: F841
         with pytest.raises(TypeError, match=r"coded is a tensor of torch\.quint8"), lm.trace(PROMPT):
             coded = save(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8))  # noqa: F841
