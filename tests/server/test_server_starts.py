@@ -47,7 +47,9 @@ def test_an_engine_whose_parent_is_killed_ends_and_removes_its_folder(served_fol
 @pytest.mark.slow
 def test_an_engine_that_is_stopped_while_it_starts_again_is_ended(served_folder, tmp_path):
     options = "--engine-start-seconds", "5"
-    with serving(served_folder, *options, folder=tmp_path, forked=False) as server:  # a fork starts too soon to be stopped
+    with serving(
+        served_folder, *options, folder=tmp_path, forked=False
+    ) as server:  # a fork starts too soon to be stopped
         first = server.engine_pid()
         os.kill(first, signal.SIGKILL)
         second = wait_for(lambda: [pid for pid in children_of(server.process.pid) if pid != first])[0]
