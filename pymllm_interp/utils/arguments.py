@@ -46,7 +46,7 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
 
 
 def plain_text(value: Any, form: Callable[[Any], str] = str) -> str:
-    """Text of a value that may be of a client's class, whose own methods may raise: in UTF-8, and of no subclass of str.
+    """Text of a value of any class: UTF-8, and a plain str. If the methods of the class raise, the text says so.
 
     Args:
         form: str or repr.
@@ -54,7 +54,7 @@ def plain_text(value: Any, form: Callable[[Any], str] = str) -> str:
     try:
         found = form(value)
     except BaseException as error:  # also SystemExit, which would end an engine's thread
-        found = f"({type(value).__name__}, whose text raises {type(error).__name__})"
+        found = f"({type(value).__name__} without a text: {type(error).__name__})"
     return str.encode(found, "utf-8", "backslashreplace").decode()
 
 
