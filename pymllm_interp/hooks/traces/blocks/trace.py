@@ -256,10 +256,10 @@ class RequestTrace:
                     f"`{raised.name}` is bound by another invoke of this trace, which has not reached that line yet: with "
                     "`barrier = tracer.barrier(2)`, call `barrier()` after that line there, and before this line here"
                 )
-            together = f"request {self.request_id}, which runs together with this one, failed: {plain_text(raised, repr)}"
+            why = f"runs together with this one, failed: {plain_text(raised, repr)}"
             for other in self.gang:
                 if not other.ended:
-                    other.fail(GangError(together))
+                    other.fail(GangError(f"request {self.request_id}, which {why}"))
 
     def _binds_elsewhere(self, name: str | None) -> bool:
         """Whether another block of the gang binds `name`."""
