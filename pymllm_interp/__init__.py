@@ -45,7 +45,11 @@ _MOVED = {
     **dict.fromkeys(("InterpModelRunner", "ModelRunner"), "runner"),
     **dict.fromkeys(("ConstraintError", "StructuredOutputs", "allow_only"), "sampling"),
 }
-_find = lazy_names(__name__, _HOMES | _MOVED)
+_ELSEWHERE = {
+    **dict.fromkeys(("FeatureProbe", "Monitor", "PatchKV", "Probe", "Reconstruct"), "interventions"),
+    "loss_recovered": "toolkit",
+}
+_find = lazy_names(__name__, _HOMES | _MOVED, _ELSEWHERE)
 
 
 def __getattr__(name: str) -> Any:

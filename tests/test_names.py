@@ -60,6 +60,15 @@ def test_a_wrong_name_is_told_the_closest_one(home: str) -> None:
         module.zzzz  # noqa: B018
 
 
+def test_a_name_of_a_subpackage_is_told_its_home() -> None:
+    with pytest.raises(
+        ImportError, match=r"'Monitor' from 'pymllm_interp'; Monitor is in pymllm_interp\.interventions"
+    ):
+        exec("from pymllm_interp import Monitor")
+    for name, home in pymllm_interp._ELSEWHERE.items():
+        assert hasattr(import_module(f"pymllm_interp.{home}"), name)
+
+
 LM_NAMES = """
 generate generate_with_lens agenerate chat stream astream submit imap sweep forward run_with_cache run_with_hooks
 trace scan pipe session explain edit clear_edits logits samples input inputs output

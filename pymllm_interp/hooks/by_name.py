@@ -20,11 +20,13 @@ class ByName(MutableMapping[str, T]):
         kind: noun of the values, for messages.
         attribute: attribute of `LM`.
         example: value that is assigned.
+        over_http: how a server gets one; "" where it takes none.
     """
 
     kind: ClassVar[str]
     attribute: ClassVar[str]
     example: ClassVar[str]
+    over_http: ClassVar[str] = ""
 
     def __init__(self) -> None:
         self._found: dict[str, T] = {}
@@ -41,8 +43,9 @@ class ByName(MutableMapping[str, T]):
     def __getitem__(self, name: str) -> T:
         """The value. Raises KeyError for an unknown name; the message lists similar ones."""
         if name not in self._found:
-            example = f"lm.{self.attribute}[{shown(name)}] = {self.example} puts one there"
-            raise KeyError(f"no {self.kind} {shown(name)}; {nearest(name, self._found)} ({example})")
+            how = f"lm.{self.attribute}[{shown(name)}] = {self.example} puts one there"
+            how += f"; over HTTP, {self.over_http}" if self.over_http else ""
+            raise KeyError(f"no {self.kind} {shown(name)}; {nearest(name, self._found)} ({how})")
         return self._found[name]
 
     def __delitem__(self, name: str) -> None:

@@ -449,6 +449,7 @@ _ELSEWHERE = {
     **dict.fromkeys(
         ("coeff", "coefficient", "alpha", "strength", "multiplier"), "Steer has scale, and Scale has factor"
     ),
+    **dict.fromkeys(("min", "max"), "Clamp has low and high"),
 }
 """Name in other libraries -> advice."""
 

@@ -35,12 +35,15 @@ def library_of_extra(what: str, library: str, extra: str) -> Iterator[None]:
         raise ModuleNotFoundError(f"{what} needs {needed}: {install_command(extra)}", name=error.name) from error
 
 
-def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_names(
+    module: str, homes: Mapping[str, str], elsewhere: Mapping[str, str] | None = None
+) -> Callable[[str], Any]:
     """A package's `__getattr__`, which imports a name's file when the name is first used.
 
     Args:
         module: the package's `__name__`.
         homes: name -> its file. A file's own name is the module.
+        elsewhere: name that a file of the package has, and the package has not -> the file.
 
     Raises:
         AttributeError: another name. The message has the closest one, or all.
@@ -49,8 +52,10 @@ def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     def find(name: str) -> Any:
         if name not in homes:
-            near = get_close_matches(name, homes, n=1)
+            near = get_close_matches(name, [*homes, *(elsewhere or {})], n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(homes))}"
+            if elsewhere and near and near[0] in elsewhere:
+                hint = f"{near[0]} is in {module}.{elsewhere[near[0]]}"
             if _is_from_import():
                 raise ImportError(f"cannot import name {name!r} from {module!r}; {hint}", name=module)
             raise AttributeError(f"module {module!r} has no attribute {name!r}; {hint}")

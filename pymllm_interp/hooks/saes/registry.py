@@ -31,6 +31,7 @@ class SAERegistry(ByName[SAE]):
     """
 
     kind, attribute, example = "SAE", "saes", "SAE.load(path)"
+    over_http = "serve --sae NAME=PATH"
 
     def __init__(self, model: ModelSpec, device: torch.device | str) -> None:
         super().__init__()

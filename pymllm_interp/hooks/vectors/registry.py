@@ -47,6 +47,7 @@ class VectorRegistry(ByName[Named]):
     """
 
     kind, attribute, example = "vector", "vectors", "tensor"
+    over_http = "PUT /v1/interp/vectors/NAME"
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()

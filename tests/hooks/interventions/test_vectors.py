@@ -261,7 +261,8 @@ def test_what_no_site_could_take_is_not_registered(name, source, message, regist
 
 def test_an_unknown_name_is_answered_with_the_nearest(registry, lm_of):
     with pytest.raises(
-        KeyError, match=r"no vector 'x'; there are: none \(lm\.vectors\['x'\] = tensor puts one there\)"
+        KeyError,
+        match=r"no vector 'x'; there are: none \(lm\.vectors\['x'\] = tensor puts one there; over HTTP, PUT /v1/",
     ):
         registry["x"]
     lm = lm_of("llama")
