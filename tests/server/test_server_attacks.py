@@ -39,6 +39,11 @@ def test_a_vector_file_of_many_texts_is_refused_before_they_are_made():
         _vectors_of(body, "vector 'x'")
 
 
+def test_json_is_no_vector_file():
+    with pytest.raises(PromptError, match="vector 'x': the body is no safetensors file and no GGUF file"):
+        _vectors_of(b'{"vector": [1.0, 2.0]}', "vector 'x'")
+
+
 @pytest.mark.parametrize("text", ["{" * 3000, '"{' * 3000, "\\{" * 3000])
 def test_braces_in_the_metadata_of_a_vector_file_are_no_tensors(text: str):
     assert _vectors_of(save({"v": torch.ones(4)}, {"made": text, text: "by hand"}), "x").shape == (4,)

@@ -234,6 +234,7 @@ def test_named_vectors_are_stored_listed_fetched_and_private(api, server, lm, tm
         ({"interventions": [{"op": "Steer", "site": "x"}]}, "did you mean 'steer'"),
         ({"interventions": [{"type": "steer", "site": "x"}]}, "op is None; expected one of ablate, "),
         ({"intervention": []}, "intervention: unknown field; did you mean interventions"),
+        ({"lora": "mine"}, "lora: unknown field; an adapter's name is a model's"),
         ({"max_new_tokens": 4}, "max_new_tokens: unknown field; here it is max_tokens"),
         ({"interventions": [{"op": "scale", "site": "resid_post.99", "factor": 2}]}, "resid_post"),
         ({"interventions": [{"op": "scale", "site": "resid_post.1", "factor": 2, "position": 1}]}, "has no field 'position'"),

@@ -100,7 +100,7 @@ def validation_error(errors: Sequence[Any], fields: Sequence[str] = ()) -> ApiEr
 
 def _other_name(name: str, fields: Sequence[str]) -> str:
     """Advice for an unknown field: the name of another library's field here, or a similar field."""
-    if name in ELSEWHERE and "max_tokens" in fields:
-        return ELSEWHERE[name]
+    if (name in ELSEWHERE or name == "lora") and "max_tokens" in fields:
+        return ELSEWHERE.get(name, "an adapter's name is a model's: send it as model")
     near = get_close_matches(name, fields, n=1)
     return f"did you mean {near[0]}?" if near else "/docs lists the known ones"

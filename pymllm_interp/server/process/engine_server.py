@@ -313,7 +313,9 @@ class EngineServer:
 
 def _tensors_of(body: bytes, what: str) -> dict[str, torch.Tensor]:
     # Before 64 MB become a million tensors or texts, while the engine's other requests wait.
-    if (size := int.from_bytes(body[:8], "little")) > MAX_JSON_BYTES:
+    if (size := int.from_bytes(body[:8], "little")) > len(body):  # JSON, for example
+        raise PromptError(f"{what}: the body is no safetensors file and no GGUF file")
+    if size > MAX_JSON_BYTES:
         raise PromptError(f"{what}: the file's header has {size} bytes; at most {MAX_JSON_BYTES}")
     # Each tensor has a brace, which no escape can hide. Braces in names and metadata are in strings.
     if (count := _STRING.sub(b"", body[8 : 8 + size]).count(b"{")) > MAX_NAMED + 2:
