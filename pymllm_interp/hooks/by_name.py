@@ -20,7 +20,7 @@ class ByName(MutableMapping[str, T]):
         kind: noun of the values, for messages.
         attribute: attribute of `LM`.
         example: value that is assigned.
-        over_http: how a server gets one; "" where it takes none.
+        over_http: route or option that gives one to a server; "" without any.
     """
 
     kind: ClassVar[str]

@@ -43,7 +43,7 @@ def lazy_names(
     Args:
         module: the package's `__name__`.
         homes: name -> its file. A file's own name is the module.
-        elsewhere: name that a file of the package has, and the package has not -> the file.
+        elsewhere: name of another file of the package -> the file.
 
     Raises:
         AttributeError: another name. The message has the closest one, or all.
