@@ -172,13 +172,8 @@ class Experts(QuantizableExperts):
     rows: on a CPU, with gradients, and if a hook waits at `act_fn`.
 
     Args:
-        act: the name of the activation function.
-
-    Attributes:
-        elsewhere: computes them by weights that are elsewhere, see `fused`; None: by its own. No hook then waits at `act_fn`.
+        act: the name of the activation function. No hook waits at `act_fn` where weights are `elsewhere`.
     """
-
-    elsewhere: Callable[..., torch.Tensor] | None = None
 
     def __init__(
         self, layer_idx: int, experts: int, hidden: int, intermediate: int, act: str, dtype: torch.dtype, device: str
@@ -238,6 +233,8 @@ class ClampedExperts(QuantizableExperts):
 
     def fused(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Run the experts, see `Experts.fused`."""
+        if self.elsewhere is not None:
+            return self.elsewhere(x, ids, scores)
         if triton_kernels_for(x) is not None:
             clamp = self.alpha, self.limit
             return multiplied(x, ids, scores, self._weights, self.num_experts, self._biases, clamp, self.one_tiling)

@@ -70,7 +70,7 @@ LAYERS = {
 FIRST = {name: "operator_norm" for name in LAYERS if name.startswith("Lfm2")} | dict.fromkeys(MIXERS, "norm")
 """Decoder layers with another norm in front of attention than `INPUT_NORM` -> that norm."""
 WITH_BLOCKS = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe"}
+    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe", "gpt_oss"}
 )
 """Model types with modules for blocks: this package has them, and knows their parts in vLLM."""
 IMAGES: dict[str, str | None] = {

@@ -25,6 +25,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MixtralConfig,
@@ -75,6 +76,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **{**SIZES, "num_attention_heads": 3, "num_key_value_heads": 1}, layer_types=["conv", "full_attention"] * 2,
         block_auto_adjust_ff_dim=False, conv_dim=WIDTH, block_dim=WIDTH, block_multiple_of=32, block_ffn_dim_multiplier=1.0,
     ),
+    "gpt_oss": lambda: GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB, n_embd=WIDTH, n_layer=3, n_head=3, n_positions=512, n_inner=128, initializer_range=0.2,
         bos_token_id=None, eos_token_id=None, pad_token_id=None,

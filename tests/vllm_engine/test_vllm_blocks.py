@@ -33,6 +33,7 @@ from helpers_vllm import (
     ranks_of,
     save_model,
     shared_files,
+    since,
     two_ranks,
     vector,
     vllm_lm,
@@ -68,13 +69,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         "qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2, **NGRAM}, {"TRITON_INTERPRET": "1"}
     ),
     "gemma3": ("gemma3", {"max_num_tokens": 64}, {}),
+    "gpt_oss": ("gpt_oss", {"max_num_tokens": 64}, {}),
+    "gpt_oss, two ranks": ("gpt_oss", {"max_num_tokens": 64, "tensor_parallel_size": 2}, {}),
     "llama, V2 runner, adapters": ("llama", {"max_num_tokens": 40, **LORA}, {"TRITON_INTERPRET": "1"}),
 }  # fmt: skip
 PROMPTS = [prompt(9, 1), prompt(33, 2), prompt(1, 3), prompt(17, 4)]
 
 
 NIGHTLY = ("gemma3", "mixtral, two ranks", "llama, device tables, in the norms", "qwen3, two ranks, drafts, adapters")
-MARKS = {**dict.fromkeys(NIGHTLY, pytest.mark.slow), "qwen3, V2 runner, two ranks, drafts": V2_DRAFTS}
+MARKS = {
+    **dict.fromkeys(NIGHTLY, pytest.mark.slow), "qwen3, V2 runner, two ranks, drafts": V2_DRAFTS,
+    **dict.fromkeys(("gpt_oss", "gpt_oss, two ranks"), [pytest.mark.slow, since("0.32", "its experts for CPUs have no float32")]),
+}  # fmt: skip
 
 
 @pytest.fixture(
@@ -147,8 +153,13 @@ def edit(lm: LM, ids: list[int]) -> Any:
         layers[0].output[:, -1] += added
         layers[1].self_attn.q_proj.output *= 0.5
         layers[1].self_attn.o_proj.input[..., :32] = 0
-        layers[1].mlp.output = layers[1].mlp.output * 2
-        layers[2].mlp.skip(layers[2].mlp.input * 0.1)
+        if isinstance(layers[1].mlp.output, tuple):  # of gpt-oss: states, and scores
+            states, scores = layers[1].mlp.output
+            layers[1].mlp.output = states * 2, scores
+            layers[2].mlp.skip((layers[2].mlp.input * 0.1, scores))
+        else:
+            layers[1].mlp.output = layers[1].mlp.output * 2
+            layers[2].mlp.skip(layers[2].mlp.input * 0.1)
         layers[3].input = layers[3].input + added
         hidden = layers[3].output.save()
         if hidden.sum() > 1e9:  # its value decides what runs

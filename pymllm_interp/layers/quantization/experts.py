@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -32,9 +32,11 @@ class QuantizableExperts(nn.Module):
         quantized: name -> the weight as it is stored; without an entry it is a parameter.
         dtype: dtype of unquantised weights.
         one_tiling: kernels have one tiling for any number of rows (batch-invariant mode).
+        elsewhere: (x, ids, scores) -> the outcome, by weights that are elsewhere; None: by these.
     """
 
     NAMES: ClassVar = ("gate_up_proj", "down_proj")
+    elsewhere: Callable[..., torch.Tensor] | None = None
     transposed = interleaved = False
 
     def __init__(

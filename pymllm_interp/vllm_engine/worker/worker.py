@@ -10,6 +10,8 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from inspect import isfunction
 from pathlib import Path
 from typing import Any, cast
@@ -115,7 +117,7 @@ class InterpWorker:
         traces = RankTraces(
             model, config.model_config.hf_config, spec, device, _tensor_parallel_group, settings,
             lambda: load_tokenizer(resolve_model(named, quantised=True)), stage,
-            (adapters, scheduler.max_num_batched_tokens),
+            (adapters, scheduler.max_num_batched_tokens), partial(_context, config),
         )  # fmt: skip
         drafts = config.speculative_config
         num_drafts = 0 if drafts is None else drafts.num_speculative_tokens
@@ -239,6 +241,16 @@ def _tensor_parallel_group() -> Any:
     from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
 
     return get_tp_group()
+
+
+def _context(config: Any) -> AbstractContextManager[Any]:
+    """The forward context of a pass, or one without attention behind it: experts look for their layer there."""
+    from vllm.forward_context import (  # pyright: ignore[reportMissingImports]
+        is_forward_context_available,
+        set_forward_context,
+    )
+
+    return nullcontext() if is_forward_context_available() else set_forward_context(None, config)
 
 
 def _pipeline() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,16 +22,18 @@ class Ranks:
 
     Args:
         group: vLLM's `GroupCoordinator` of the ranks.
+        context: context of the calls.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.group, self.size, self.rank = group, group.world_size, group.rank_in_group
+        self._context = context
         self.followed = False  # others wait for rank 0's calls
         self._functions: list[Function] = []
 
     def add(self, function: Function) -> Function:
         """The function as rank 0 calls it: all ranks compute it."""
-        function = in_inference_mode(function)
+        function = in_inference_mode(function, self._context)
         self._functions.append(function)
         return function if self.size == 1 else partial(self._call, len(self._functions) - 1)
 
@@ -92,14 +95,14 @@ class Ranks:
         return found if step == 1 else torch.cat(found.split(own.shape[-1], -1)[::step], -1)
 
 
-def in_inference_mode(function: Function) -> Function:
+def in_inference_mode(function: Function, context: Callable[[], AbstractContextManager[Any]]) -> Function:
     """A function of vLLM as vLLM calls it: its kernels write to tensors that were made in inference mode.
 
     The outcome is another tensor, which a block may edit.
     """
 
     def call(*inputs: Any) -> torch.Tensor:
-        with torch.inference_mode():
+        with torch.inference_mode(), context():
             out = function(*inputs)
         return out.clone() if isinstance(out, torch.Tensor) and out.is_inference() else out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,7 @@ class RankTraces:
         ranks, tokenizer: make the tensor-parallel ranks, and the model's tokenizer, once they are needed.
         declared: declared ops of the rank.
         adapters: vLLM's `LoRAModelManager`, or None, and the most rows of a step.
+        context: vLLM's forward context, for modules that are called behind a pass.
 
     Attributes:
         own_pass: the step's pass calls the modules of the tree: a block waits for one.
@@ -87,10 +89,11 @@ class RankTraces:
     def __init__(
         self, model: Any, config: Any, spec: Any, device: torch.device, ranks: Callable[[], Any], server: ServerConfig,
         tokenizer: Callable[[], Any], declared: RankStage, adapters: tuple[Any, int] = (None, 0),
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
         self._model, self._config, self._spec, self._device = model, config, spec, device
         self._make_ranks, self._server, self._tokenizer = ranks, server, tokenizer
-        self._declared = declared
+        self._declared, self._context = declared, context
         self.own_pass = self.ran = self._unfinished = False
         self.mode = ""
         self._last_modes: dict[str, str] = {}  # by request id
@@ -121,7 +124,7 @@ class RankTraces:
             Exception: whatever the reading of the payload raises.
         """
         if self._ranks is None:
-            ranks = Ranks(self._make_ranks())
+            ranks = Ranks(self._make_ranks(), self._context)
             tree = BlockTree(self._model, self._config, self._spec, self._device, ranks, self.adapters, self._declared)
             if not ranks.rank:
                 self._begin_serving(tree.module)

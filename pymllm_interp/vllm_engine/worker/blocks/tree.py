@@ -7,6 +7,7 @@ vLLM's. A merged product of vLLM is a `MergedLinear`'s product, and its attentio
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,9 @@ from ....attention.cut_edges import PassCuts
 from ....core.forward_batch import ForwardBatch
 from ....core.model_spec import ModelSpec
 from ....layers.linear import Embedding, Linear, MergedLinear, Projection
-from ....layers.moe import Experts, TopKRouter
+from ....layers.moe import TopKRouter
 from ....layers.norm import NormModule
+from ....layers.quantization.experts import QuantizableExperts
 from ....models.registry import NATIVE, architecture_of
 from ...settings import OURS
 from ..stage import RankStage
@@ -30,7 +32,7 @@ from .whole_layers import WholeLayers
 
 MERGED = {"_qkv": "qkv_proj", "_gate_up": "gate_up_proj"}
 """Attribute with a merged product -> vLLM's module."""
-RENAMED = {".mlp.": ".block_sparse_moe."}
+RENAMED = {".mlp.": ".block_sparse_moe.", ".self_attn": ".attn", ".embed_tokens": ".embedding"}
 """Parts of paths that vLLM names otherwise in some models."""
 WEIGHTS = (
     "is in vLLM's kernels, in a layout of their own, and a block with engine='vllm' reads no values of it: call its module. "
@@ -143,6 +145,9 @@ class BlockTree:
         for name, theirs in MERGED.items():
             if isinstance(getattr(own, name, None), MergedLinear):
                 self._merged(getattr(own, name), self._theirs(f"{path}.{theirs}"), attention=name == "_qkv")
+        if hasattr(own, "sinks"):
+            sinks = self._ranks.joined(self._theirs(path).sinks.detach()[None])[0].to(self._spec.dtype)
+            own.sinks, own.attn = nn.Parameter(sinks, False), replace(own.attn, sinks=sinks)
         if isinstance(own, Projection):
             return {id(p) for p in own.parameters()}
         if isinstance(own, NormModule):
@@ -156,7 +161,7 @@ class BlockTree:
             own.gemm = self._rows(self._row_parallel(self._theirs(path)))
         elif isinstance(own, TopKRouter):
             own._gemm = self._rows(_product(self._theirs(path)))  # pyright: ignore[reportAttributeAccessIssue]
-        elif isinstance(own, Experts):
+        elif isinstance(own, QuantizableExperts):
             own.elsewhere = self._called(partial(_through_experts, self._theirs(path), own.num_experts))
         else:
             return set()
@@ -246,5 +251,5 @@ def _through_experts(
     total = scores.sum(-1, keepdim=True)
     logits = torch.full((len(x), count), -torch.inf, device=x.device)
     logits.scatter_(-1, ids, scores.log())
-    out = theirs(x, logits)
+    out = theirs(x, logits)[:, : x.shape[-1]]  # kernels of some formats pad the columns
     return (out.float() * total).to(out.dtype)
