@@ -79,7 +79,7 @@ PROMPTS = [prompt(9, 1), prompt(33, 2), prompt(1, 3), prompt(17, 4)]
 NIGHTLY = ("gemma3", "mixtral, two ranks", "llama, device tables, in the norms", "qwen3, two ranks, drafts, adapters")
 MARKS = {
     **dict.fromkeys(NIGHTLY, pytest.mark.slow), "qwen3, V2 runner, two ranks, drafts": V2_DRAFTS,
-    **dict.fromkeys(("gpt_oss", "gpt_oss, two ranks"), [pytest.mark.slow, since("0.32", "its experts for CPUs have no float32")]),
+    **dict.fromkeys(("gpt_oss", "gpt_oss, two ranks"), (pytest.mark.slow, since("0.32", "its experts for CPUs have no float32"))),
 }  # fmt: skip
 
 
