@@ -76,6 +76,7 @@ class BoundHooks:
         kv_edits: edits of the KV among them.
         state_patches: recurrent states that are replaced behind the prompt.
         kv_patches: K and V that are replaced.
+        monitors: monitors, with the places of their scores among a step's.
         new_by_layer: kind of a site in `BY_LAYER` -> makes its captures of a request.
         depth: number of layers up to the last site, at least 1. None: all layers.
         specs: interventions and captures, as they were given.
@@ -178,7 +179,8 @@ class BoundHooks:
         }
         made = [make() for make in new.values()]
         check_devices(captures, by_layer)
-        _check_kinds(others, model, limits)
+        for spec in others:
+            limits.check(spec.sites_in(model)[0])
         layout = layout_of(others, model, prompt_len, longest, logits_from, readout) if others else None
         _check_size((layout, *made), longest, limits)
         return cls(
@@ -464,11 +466,6 @@ def _depth(
     found += [layer + 1 for own in by_layer for layer in own.layers]
     depth = max(1, *found, 0)
     return depth if depth < num_layers else None
-
-
-def _check_kinds(captures: Sequence[Capture], model: ModelSpec, limits: DeclaredLimits) -> None:
-    for spec in captures:
-        limits.check(spec.sites_in(model)[0])
 
 
 def _check_size(

@@ -78,7 +78,7 @@ class PartBindings:
             return specs, captures, {}
         found = {part: RequestHooks(_moved(specs, part), _moved(captures, part), max_tokens=1) for part in named}
         for part, own in found.items():
-            what = "an encoder" if part == OF_ENCODER else "a vision tower"
+            what = _name_of(part)
             for spec in own.interventions:
                 if not isinstance(spec, Op):
                     raise ValueError(f"{spec.name}: only ops and captures act at the sites of {what}")
@@ -105,8 +105,7 @@ class PartBindings:
                 )
                 self._bindings[part].bound(found[part], len(ids))
             except ValueError as error:
-                what = "encoder" if part == OF_ENCODER else "vision tower"
-                raise ValueError(f"at the {what}'s sites: {error}") from None
+                raise ValueError(f"at the sites of {_name_of(part)}: {error}") from None
         return found
 
     def close(self) -> None:
@@ -118,6 +117,10 @@ class PartBindings:
 def bound_to(part: str, hooks: RequestHooks, num_rows: int, model: ModelSpec, limits: DeclaredLimits) -> BoundHooks:
     """The hooks of a part, bound in the worker."""
     return BoundHooks.of_request(hooks, num_rows, model.parts[part], part_limits(limits), None)
+
+
+def _name_of(part: str) -> str:
+    return "an encoder" if part == OF_ENCODER else "a vision tower"
 
 
 def _moved(specs: Sequence[Any], part: str) -> list[Any]:

@@ -1,6 +1,6 @@
 """InterpModelRunner: a ModelRunner for requests with traces, interventions and captures.
 
-Its two stages serve them (runner/stage.py): `TracedStage` has the traces, `DeclaredStage` the interventions and captures.
+Its stages serve them (runner/stages): `TracedStage` the traces, `DeclaredStage` the interventions and captures.
 This class makes the stages, and is the interface for engine and clients::
 
     load_model            the weights, and the envoy tree over them
@@ -30,7 +30,6 @@ from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
 from ..mem_cache.kv_connector import NO_CONNECTOR, KVConnector
 from ..models.readout import ModelReadout
-from ..runner.stages.declared_stage import DeclaredStage
 from ..speculative.drafter import SpeculativeConfig
 from .drafting.draft_model import ModelDrafter
 from .drafting.eagle import EagleDrafter
@@ -39,6 +38,7 @@ from .graphs.segments import DecodeSegments
 from .invariant import invariant_kind
 from .model_runner import ModelRunner
 from .stages.connector_stage import ConnectorStage, make_kv_connector
+from .stages.declared_stage import DeclaredStage
 from .stages.invariant_stage import InvariantStage
 from .stages.traced_stage import TracedStage
 
@@ -64,6 +64,7 @@ class InterpModelRunner(ModelRunner):
         declared_stage: interventions and captures; None before `initialize`.
         declarations: the checks of them, for clients; None before `initialize`.
         drafter: the draft model, or the EAGLE head, of speculative decoding; None without.
+        kv_connector: where KV pages go that leave the pool; `NO_CONNECTOR` for nowhere.
         saes: SAEs by name, from `ModelConfig.saes` and later ones; None before `initialize`.
         kept: key -> object that a command keeps for later ones.
     """

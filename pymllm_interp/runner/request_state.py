@@ -1,6 +1,6 @@
 """The runner's table of requests, updated by steps.
 
-The engine owns tokens and counts. The table shows them under the seed's names (vLLM's). Only steps write it. The last sampled
+The engine owns tokens and counts. The table shows them under vLLM's names. Only steps write it. The last sampled
 tokens, which the engine does not know, are here, on the device.
 """
 

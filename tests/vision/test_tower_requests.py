@@ -179,7 +179,7 @@ def test_positions_are_rows_of_an_image(family: str, lm: LM) -> None:
 
 
 REFUSED: list[tuple[Any, Any, str]] = [
-    ([Steer("vision.resid_post.3", noise(WIDTH))], [], r"at the vision tower's sites: .*there is no layer 3"),
+    ([Steer("vision.resid_post.3", noise(WIDTH))], [], r"at the sites of a vision tower: .*there is no layer 3"),
     ([], ["vision.attn_out.7"], "there is no layer 7"),
     ([Steer("vision.out", noise(WIDTH), positions=[4096])], [], "4096"),
     ([], [Capture("vision.resid_post.0", positions=[-9999])], "-9999"),

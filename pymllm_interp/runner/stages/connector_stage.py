@@ -50,7 +50,6 @@ def make_kv_connector(
             f"kv_spill_bytes, kv_spill_folder: {spec.family.name} models need more than K and V to continue a prefix"
         )
     folder = None if config.kv_spill_folder is None else Path(config.kv_spill_folder)
-
     return SpillConnector(
         pool, lambda: f"{state.fingerprint()} {kernels}", config.kv_spill_bytes, folder, config.kv_spill_disk_bytes
     )

@@ -21,7 +21,6 @@ from ...core.model_spec import INNER_SITES, LOGITS, ModelSpec, inner_site
 from ...core.step import (
     DeclaredResult,
     LogitsProcessorOutput,
-    ModelRunnerOutput,
     NewRequest,
     RequestEnd,
     RequestHooks,
@@ -66,6 +65,8 @@ class DeclaredStage(Stage):
         capture_ring: ring that captured states leave the device through, beside the tables.
         table_ops: the ops and captures of all rows of the input buffers, beside the tables.
         device_memory: memory of captured states that stay on the device.
+        limits: limits of the specs.
+        monitored: ids of the live requests with monitors.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class DeclaredStage(Stage):
         self.limits = replace(self.limits, encoders=None)
         self._live.clear()
         self._monitored.clear()
+        self._with_gradients.clear()
         self._cutting.clear()
         self._in_tables.clear()
 
@@ -273,10 +275,8 @@ class DeclaredStage(Stage):
     def finish(self, end: RequestEnd) -> Future[DeclaredResult]:
         """Release the resources of an ended request.
         Returns its results, when all captured states have arrived on the host: at once, or on the ring's thread."""
-        declared = self._live.pop(end.request_id, None) or self.bind(end.hooks, end.prompt_len)
-        self._monitored.discard(end.request_id)
-        self._with_gradients.discard(end.request_id)
-        self._cutting.pop(end.request_id, None)
+        declared = self._live.get(end.request_id) or self.bind(end.hooks, end.prompt_len)
+        self.forget(end.request_id)
         self.leave_tables(end.request_id)
         if declared.captures is not None and end.captures_lost is not None:
             declared.captures.lose(end.captures_lost)
@@ -324,9 +324,6 @@ class DeclaredStage(Stage):
         if self.capture_ring is not None:
             self.capture_ring.forget()
 
-    def enter_pass(self, batch: ForwardBatch, first: int) -> None:
-        """Its ops and captures are part of each pass."""
-
     def ran(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> None:
         """Replace and read the recurrent states, and the K and V, that the pass ended with."""
         ends, self._ends = self._ends, []
@@ -351,13 +348,6 @@ class DeclaredStage(Stage):
         if self.capture_ring is not None:
             self.capture_ring.send()
         return logits
-
-    def sampled(self, rows: StepRows, token_ids: torch.Tensor) -> torch.Tensor:
-        """The tokens, as they are."""
-        return token_ids
-
-    def end(self, output: ModelRunnerOutput) -> None:
-        """Do nothing at the end of a step."""
 
     def site_ops(self, rows: StepRows, num_rows: int, differentiable: bool) -> SiteOps | None:
         """The ops and captures of a step in which some request `declares` any.

@@ -58,7 +58,7 @@ class PassDemands:
 
 
 class Stage(Protocol):
-    """One kind of hooks of a runner's requests. Each method may do nothing; `TracedStage` and `DeclaredStage` are the two."""
+    """What runs beside a runner's passes: `TracedStage`, `DeclaredStage`, and others around them. Each method may do nothing."""
 
     monitored: Collection[str] = ()
     """Ids of the live requests with monitors."""

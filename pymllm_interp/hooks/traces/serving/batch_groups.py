@@ -40,7 +40,7 @@ class NNsightRequestHelper:
         self._registered: dict[int, RequestTrace] = {}
         self._batches: list[RequestTrace] = []  # traces of this step that see several requests
 
-    # -- seed names ------------------------------------------------------------------------
+    # -- names of nnsight's helper -----------------------------------------------------------
 
     @property
     def ids_to_batch_group(self) -> Mapping[str, int]:
