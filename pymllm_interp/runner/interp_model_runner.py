@@ -64,7 +64,7 @@ class InterpModelRunner(ModelRunner):
         declared_stage: interventions and captures; None before `initialize`.
         declarations: the checks of them, for clients; None before `initialize`.
         drafter: the draft model, or the EAGLE head, of speculative decoding; None without.
-        kv_connector: where KV pages go that leave the pool; `NO_CONNECTOR` for nowhere.
+        kv_connector: keeper of KV pages that leave the pool; `NO_CONNECTOR` keeps none.
         saes: SAEs by name, from `ModelConfig.saes` and later ones; None before `initialize`.
         kept: key -> object that a command keeps for later ones.
     """

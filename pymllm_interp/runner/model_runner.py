@@ -63,7 +63,6 @@ class ModelRunner(RunnerParts):
     Attributes:
         model_state: version and fingerprint of the model; None while `model` is.
         graphs: CUDA graphs of its passes.
-        partition: decides the execution of each step, and counts the decisions.
         executions: runs passes by their execution.
         execute_model_state: the step between `execute_model` and `sample_tokens`; None outside of a step.
     """

@@ -58,7 +58,7 @@ class PassDemands:
 
 
 class Stage(Protocol):
-    """What runs beside a runner's passes: `TracedStage`, `DeclaredStage`, and others around them. Each method may do nothing."""
+    """A part of a runner beside its passes, such as `TracedStage` and `DeclaredStage`. Each method may do nothing."""
 
     monitored: Collection[str] = ()
     """Ids of the live requests with monitors."""
