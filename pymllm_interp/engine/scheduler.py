@@ -413,7 +413,7 @@ class Scheduler:
             try:
                 if request.monitors is not None and (fired := take_scores(request, entry, output, drafts is not None)):
                     self._fired[request.request_id] = fired
-                reason = take(request, token_ids, output, self._accepted)
+                reason = take(request, token_ids, output, self._accepted, None if drafts is None else entry)
             except BaseException as error:  # a tokenizer's, while stop strings are looked for
                 request.error, reason = error, "error"
             if drafts is not None and self._drafts is not None:

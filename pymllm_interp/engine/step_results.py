@@ -28,9 +28,14 @@ class Progress(NamedTuple):
 
 
 def take(
-    request: Request, token_ids: list[int], output: ModelRunnerOutput, accepted: list[AcceptedToken]
-) -> str | None:
-    """Append a step's tokens to their request and to `accepted`; the reason to end, or None. Tokens after the end are dropped."""
+    request: Request, token_ids: list[int], output: ModelRunnerOutput, accepted: list[AcceptedToken],
+    drafted: ScheduledRequest | None = None,
+) -> str | None:  # fmt: skip
+    """Append a step's tokens to their request and to `accepted`; the reason to end, or None. Tokens after the end are dropped.
+
+    Args:
+        drafted: the request's part, if it has drafts: monitors take the score before each token, and none behind the end.
+    """
     error = output.errors.get(request.request_id)
     if error is not None:
         request.error = error
@@ -44,7 +49,9 @@ def take(
     if not before and token_ids:
         request.first_token_at = time.monotonic()
     try:
-        for token in token_ids:
+        for i, token in enumerate(token_ids):
+            if i and drafted is not None and request.monitors is not None:
+                _take_scores(request, drafted.start + i, output, slice(i, i + 1))
             reason = "monitor" if _stops_at(request) else _append(request, token, output, accepted)
             if reason is not None:
                 return reason
@@ -73,20 +80,18 @@ def take_scores(request: Request, entry: ScheduledRequest, output: ModelRunnerOu
     """Let a request's monitors take a step's scores.
 
     Args:
-        drafted: the part has drafts: its accepted positions count.
+        drafted: the part has drafts: `take` takes the scores behind the first.
 
     Returns:
         slot of a flag -> first position at which its ops act, of monitors that fired for the first time.
     """
-    scores = output.scores.get(request.request_id)
-    if scores is None:
-        return {}
-    accepted = (
-        len(output.sampled_token_ids[output.req_id_to_index[request.request_id]]) if drafted else entry.num_tokens
-    )
-    decides = request.request_id in output.decided
-    request.monitors.take(entry.start, scores if accepted == entry.num_tokens else scores[:, :accepted], decides)
+    _take_scores(request, entry.start, output, slice(1 if drafted else entry.num_tokens))
     return request.monitors.take_acted()
+
+
+def _take_scores(request: Request, first: int, output: ModelRunnerOutput, rows: slice) -> None:
+    if (scores := output.scores.get(request.request_id)) is not None:
+        request.monitors.take(first, scores[:, rows], request.request_id in output.decided)
 
 
 def _append(request: Request, token: int, output: ModelRunnerOutput, accepted: list[AcceptedToken]) -> str | None:

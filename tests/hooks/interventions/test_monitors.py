@@ -411,6 +411,17 @@ def scored_with_drafts(lm: LM, drafter: Told) -> None:
             [prompt], params, monitors=[Monitor(site, probe, threshold, "stop", positions="generated")]
         )[0]
         assert stopped.token_ids == plain.token_ids[: first + 1] and stopped.finish_reason == "monitor"
+        found = stopped.monitors[site]
+        assert found.positions.tolist() == [len(prompt) + i for i in range(first + 1)], "none behind the stop"
+        assert found.fired == [len(prompt) + first]
+    for end in ({"stop_token_ids": plain.token_ids[7:8]}, {"stop": [plain.text[9:14]]}, {"max_tokens": 10}):
+        asked = [SamplingParams(temperature=0, **{"max_tokens": 24, "speculate": way, **end}) for way in (None, False)]
+        both = lm.generate([prompt] * 2, asked, monitors=[Monitor(site, probe, 0.0)], capture=[site])
+        scored = [out.monitors[site] for out in both]
+        assert both[0].token_ids == both[1].token_ids and len(both[0].token_ids) < 24
+        assert torch.equal(scored[0].positions, scored[1].positions) and scored[0].fired == scored[1].fired
+        assert both[0].activations.positions[site].tolist() == both[1].activations.positions[site].tolist()
+        assert scored[0].positions.tolist() == list(range(len(prompt) + len(both[0].token_ids) - 1))
 
 
 def test_a_forward_pass_has_scores(lm_of: Any) -> None:
