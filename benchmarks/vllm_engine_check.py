@@ -3,10 +3,11 @@
     python benchmarks/vllm_engine_check.py --ways v2-full-norm,v2-full-front,v2-piecewise,v2-eager,v1-full,v1-eager --out FILE
 
 A way is runner-graphs, then any of: the hooks in "front" of vLLM's norms or in the "norm"; "moe", a Qwen3-MoE in place of a llama;
-"fp8", weights and rows in FP8; "lfm2", "falcon", "nemotron" or "qwen35", a model with recurrent states. The runner is V2 or V1.
-Graphs are "full", "piecewise" or "eager". "worst" is the largest error of a row of a site, as a share of the site's rows (2-norms;
-of rows, the root mean square). FP8 rounds by up to 6 %, and is compared with the unrounded engine: our own engine in FP8 is off by
-0.3 there. Tokens of the Qwen3-MoE go to all experts: of fewer, rounding would choose others.
+"gptoss", a gpt-oss; "fp8", weights and rows in FP8; "lfm2", "falcon", "nemotron" or "qwen35", a model with recurrent states. The
+runner is V2 or V1. Graphs are "full", "piecewise" or "eager". "worst" is the largest error of a row of a site, as a share of the
+site's rows (2-norms; of rows, the root mean square). FP8 rounds by up to 6 %, and is compared with the unrounded engine: our own
+engine in FP8 is off by 0.3 there. Tokens of the Qwen3-MoE and of the gpt-oss go to all experts: of fewer, rounding would choose
+others. Our own engine in bfloat16 is off by 0.1 with the gpt-oss.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _SHAPE = {
     for name, value in TINY.items()
     if name not in ("architectures", "model_type", "rms_norm_eps", "hidden_act")
 }
+GPT_OSS = _SHAPE | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": 16}
 _SSM = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_chunk_size": 64}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": _SHAPE | {
@@ -59,8 +61,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Models with recurrent states. No block runs in their passes."""
-TOLERANCE, TOLERANCE_FP8 = 0.04, 0.4
-"""Of a row in bfloat16, and in FP8. A row that was not steered, or another token's, is off by about 1."""
+TOLERANCE, TOLERANCE_GPT_OSS, TOLERANCE_FP8 = 0.04, 0.12, 0.4
+"""Of a row in bfloat16, of a gpt-oss, and in FP8. A row that was not steered, or another token's, is off by about 1."""
 NO_MULTICAST: dict[str, Any] = {"pass_config": {"fuse_allreduce_rms": False}}
 """Of several ranks: FlashInfer's fused all-reduce uses NVLink multicast, which not every host of virtual machines allows."""
 
@@ -94,16 +96,17 @@ def saved_model(folder: Path, shape: dict[str, Any]) -> Path:
 def check(ways: list[str], gpus: str | None = None, ranks: int = 1) -> dict[str, Any]:
     """Each way in a process of its own, all at once."""
     with tempfile.TemporaryDirectory() as folder:
-        models = {"dense": saved_model(Path(folder, "dense"), TINY), "moe": saved_model(Path(folder, "moe"), MOE)}
+        shapes = {"moe": MOE, "gptoss": GPT_OSS, **HYBRIDS}
+        models = {"dense": saved_model(Path(folder, "dense"), TINY)}
         running: dict[str, Any] = {}
         for way in ways:
             runner, graphs, *more = way.split("-")
             environment = environment_of(gpus) | {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
             for taps in {"front", "norm"} & set(more):
                 environment["PYMLLM_INTERP_VLLM_TAPS"] = taps
-            kind = next((word for word in ("moe", *HYBRIDS) if word in more), "dense")
+            kind = next((word for word in shapes if word in more), "dense")
             if kind not in models:
-                models[kind] = saved_model(Path(folder, kind), HYBRIDS[kind])
+                models[kind] = saved_model(Path(folder, kind), shapes[kind])
             command = [sys.executable, __file__, "--one", graphs, "--folder", str(models[kind]), f"--ranks={ranks}"]
             command += ["--fp8"] * ("fp8" in more)
             # To files: a full pipe would stop the process.
@@ -234,7 +237,9 @@ def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]
         plain = lm.generate([prompts[0]], params, capture=["resid_post.1"])[0]
         blocks = why_without_blocks(lm.backend.facts.hf_config) is None
         read = block(lm, prompts[0], vector(10)) + steered_block(lm, prompts[0], vector(11)) if blocks else []
-        name = lm.backend.facts.engine_name
+        name, tolerance = lm.backend.facts.engine_name, TOLERANCE_FP8 if fp8 else TOLERANCE
+        if lm.hf_config.model_type == "gpt_oss":
+            tolerance = TOLERANCE_GPT_OSS
     with LM(folder, dtype="float32", device="cpu", max_model_len=512) as own:
         worst: dict[str, float] = {}
         for name_of, found, theirs in zip(
@@ -278,7 +283,7 @@ def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]
     steps = sorted({mode for out in outs if out.receipt for mode in out.receipt.steps})
     return {
         "engine": name, "steps": steps, "worst": {site: round(off, 5) for site, off in worst.items()},
-        "ok": max(worst.values()) < (TOLERANCE_FP8 if fp8 else TOLERANCE),
+        "ok": max(worst.values()) < tolerance,
         "steered rows equal": float((first == exact).float().mean()),
         "again equal": [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outs, again, strict=True)],
         "captured rows": {site: len(rows) for site, rows in list(outs[0].outputs[0].activations.items())[:2]},
