@@ -23,6 +23,7 @@ from pymllm_interp.core.model_spec import EMBED_SITE, ModelSpec, final_norm_site
 from pymllm_interp.core.step import RequestEnd, RequestHooks
 from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.declared import Declared
+from pymllm_interp.hooks.interventions.device_tables import DeviceTables
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.interventions import Generated
 from pymllm_interp.vllm_engine.client.core import VllmCore
@@ -411,6 +412,23 @@ def test_a_second_rank_steers_and_captures_nothing(way: str) -> None:
     first, second = (run_without_results(Rank(rows=8, rank=rank)) for rank in (0, 1))
     for name, rows in first.items():
         assert torch.equal(rows, second[name])
+
+
+def test_ranks_without_results_read_no_counts_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read them waits for the passes that were launched, at the end of each request with a gate."""
+    monkeypatch.setenv(WITH_TABLES, "1")
+    found, read = [], DeviceTables.read_gates
+    monkeypatch.setattr(DeviceTables, "read_gates", lambda *args: found.append(1) or read(*args))
+    for number in (0, 1):
+        rank = Rank(rows=1, rank=number)
+        for _ in range(2):  # the second one gets the row of the first
+            rank.add("c")
+            rank.step([("c", 0, PROMPT)])
+            if not number:
+                rank.finish("c", 1)
+            rank.stage.remove("vllm-c")
+        assert not rank.stage.stage._in_tables and not rank.stage.stage._live
+        assert len(found) == 2, "for each result of rank 0"
 
 
 def run_without_results(rank: Rank) -> dict[str, torch.Tensor]:

@@ -151,6 +151,11 @@ class TappedStage(DeclaredStage):
         """Whether passes read declared ops from device tables."""
         return uses_tables(torch.device(self.device).type)
 
+    def drop(self, request_id: str) -> None:
+        """Let go of a request, without its counts of the tables: to read them waits for the device."""
+        self._in_tables.pop(request_id, None)
+        self.forget(request_id)
+
     def decisions(self, rows: VllmStep) -> Decisions:
         """Return the decisions of a step's pass."""
         fired: dict[str, dict[int, int]] = {}

@@ -145,8 +145,7 @@ class RankStage:
             found.forgotten = True
             if self.rank:  # this rank sends no results
                 self._by_own_id.pop(found.request_id, None)
-                self.stage.leave_tables(found.request_id)
-                self.stage.forget(found.request_id)
+                self.stage.drop(found.request_id)
                 found.declared = None
             if found.declared is None:
                 self._free_row(found)
