@@ -455,6 +455,28 @@ def test_a_block_that_reads_and_keeps_nothing_is_warned_of(lm: LM) -> None:
         print(h, last)
 
 
+def test_names_that_keep_their_old_value_are_warned_of(lm: LM) -> None:
+    """`total += x` and a placeholder of None: without a save, the block's value is gone, and the old one is not noticed."""
+    total, best, used, mutable = 0, None, 1, torch.zeros(())
+    with (
+        pytest.warns(UserWarning, match=r"gave best, total a new value and did not save it: .* old one") as caught,
+        lm.trace(PROMPT),
+    ):
+        for layer in lm.model.layers:
+            total += layer.output.norm()
+            mutable += 1
+        best = lm.lm_head.output[0, -1].argmax()
+        used = (1 + best).save()
+    assert len(caught) == 1 and (total, best) == (0, None) and used > 0 and mutable == len(lm.model.layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with lm.trace(PROMPT):
+            total += lm.model.layers[0].output.norm()
+            total, used = total.save(), 2 * total
+            best = used.save()
+    assert total > 0 and best == 2 * total
+
+
 def test_a_container_of_saves_that_is_not_saved_is_warned_of(lm: LM) -> None:
     match = r"saved values are in pair, states, which was not saved: .* list\(\)\.save\(\)"
     outer = []

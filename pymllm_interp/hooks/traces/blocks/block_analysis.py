@@ -85,6 +85,12 @@ def only_binds(block: ast.With | ast.AsyncWith) -> bool:
     return not any(isinstance(node, ACTS) for node in nodes) and all(isinstance(node.ctx, ast.Load) for node in stored)
 
 
+def augmented(block: ast.With | ast.AsyncWith) -> frozenset[str]:
+    """Names that the block changes by ``name += value`` and its kin."""
+    changes = [node.target for node in ast.walk(block) if isinstance(node, ast.AugAssign)]
+    return frozenset(target.id for target in changes if isinstance(target, ast.Name))
+
+
 def depend_on_each_other(blocks: list[Mediator]) -> bool:
     """Whether a block reads a name that another block binds, and that was unbound when the block was written."""
     bound_by: dict[str, set[int]] = {}

@@ -48,6 +48,9 @@ NOTHING_SAVED = "the trace read values and saved none: after its block there is 
 CONTAINER_NOT_SAVED = (
     "saved values are in {}, which was not saved: after the block it is gone; [...].save(), or list().save(), keeps it"
 )
+NOT_REPLACED = (
+    "the block gave {} a new value and did not save it: after the block it is the old one; .save() keeps the new one"
+)
 
 Invocation = tuple[Mediator, tuple, dict[str, Any], frozenset[str]]
 """A block, the ``(args, kwargs)`` that its prompts were given by, and the names of its invoke's own keywords."""
@@ -198,8 +201,11 @@ class EngineTracer(InterleavingTracer):
         push_result(frame, names)
         if transfer.device is not None and all(trace.unsaved_names() and trace.error is None for trace in traces):
             self.warn([NOTHING_SAVED.format(", ".join(traces[0].unsaved_names()))])
-        if transfer.device is not None and (lost := traces[0].saves.unsaved_containers()):
-            self.warn([CONTAINER_NOT_SAVED.format(", ".join(lost))])
+        if transfer.device is not None and traces[0].error is None:
+            if lost := traces[0].saves.unsaved_containers():
+                self.warn([CONTAINER_NOT_SAVED.format(", ".join(lost))])
+            if stale := traces[0].stale_names(frame.f_locals):
+                self.warn([NOT_REPLACED.format(", ".join(stale))])
         self.served = []
         for trace in traces:
             trace.release_blocks()
