@@ -18,7 +18,7 @@ import torch
 from conftest import held
 from transformers import PreTrainedModel
 
-from pymllm_interp import LM, RequestOutput, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Ablate, RequestOutput, SamplingParams, Scale, Steer
 from pymllm_interp.client.handle import EngineClosedError, RequestError, RequestHandle
 from pymllm_interp.core.events import FinishedEvent
 from pymllm_interp.core.request import Request
@@ -227,6 +227,23 @@ def test_a_flat_list_with_one_op_for_each_prompt_warns_at_the_callers_line(lm: L
         for unambiguous in ([ops] * 2, [[ops[0]], [ops[1]]], [steer(0.5)], None):
             lm.generate(PROMPTS[:2], GREEDY, interventions=unambiguous)
         lm.generate(PROMPTS[:1], GREEDY, interventions=ops[:1])
+
+
+def test_as_many_directions_as_layers_warn(lm: LM) -> None:
+    """`Steer` takes [layers, width] as a vector for each layer, and `Ablate` takes all of them at each."""
+    directions = torch.randn(3, 72)
+    with pytest.warns(UserWarning, match=r"3 directions at each of 3 layers: \{layer: directions\}") as caught:
+        lm.generate([[1, 2]], GREEDY, interventions=[Ablate("resid_post.*", directions)])
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        by_layer = dict.fromkeys(range(3), directions)
+        fine = [
+            Ablate("resid_post.*", by_layer),
+            Ablate("resid_post.*", directions[:2]),
+            Ablate("resid_post.1", directions),
+        ]
+        lm.generate([[1, 2]], GREEDY, interventions=fine)
 
 
 def test_none_stands_for_no_interventions_and_no_captures(lm: LM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -11,8 +12,10 @@ from typing import Any, NamedTuple
 from ...core import unsupported
 from ...hooks.bind import resolved
 from ...hooks.captures.reductions.lens import Lens
+from ...hooks.interventions.projections import Ablate
 from ...hooks.saes.registry import SAERegistry
 from ...hooks.saes.sae import SAE
+from ...hooks.site import expand_in, is_several
 from ...hooks.spec import Spec
 from ...hooks.vectors.by_layer import LayerVectors
 from ...hooks.vectors.registry import VectorRegistry
@@ -58,6 +61,8 @@ class KnownNames(NamedTuple):
 
     def _known(self, spec: Any) -> Any:
         found = self.saes.resolved(with_token_ids(spec, self.tokenizer))
+        if isinstance(found, Ablate) and not found.named:
+            self._warn_of_layers(found)
         for sae in _saes_of(found):
             names = self.facts.names
             if names and not fits_name(sae.model_name, names):
@@ -78,6 +83,15 @@ class KnownNames(NamedTuple):
                     ]
                 )
         return found
+
+    def _warn_of_layers(self, spec: Ablate) -> None:
+        """Warn of as many directions as layers: they may be meant as `Steer` takes them, one for each layer."""
+        count = len(spec.directions)
+        if count > 1 and is_several(str(spec.site)):
+            with suppress(ValueError):  # a wrong pattern, which is refused where specs are bound
+                if len(expand_in(spec.site, self.facts.spec)) == count:
+                    text = f"{spec.name}: {count} directions at each of {count} layers: {{layer: directions}} says which is meant"
+                    warn_at_caller([text])
 
 
 def with_token_ids(spec: Any, tokenizer: Any) -> Any:

@@ -59,7 +59,7 @@ class Ablate(Op):
         if len(self.directions) > MAX_RANK:
             raise ValueError(
                 f"{self.name}: {len(self.directions)} directions; at most {MAX_RANK} (intervention.MAX_RANK) can be removed "
-                "by one Ablate. Keep the leading ones of their singular value decomposition"
+                "by one Ablate. Keep the leading ones of their singular value decomposition; {layer: direction} has one a layer"
             )
         self.basis  # noqa: B018  # refuses dependent directions
 
