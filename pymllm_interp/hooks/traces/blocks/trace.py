@@ -23,7 +23,7 @@ from ..saves.save_transfer import SaveTransfer
 from ..serving.rows import Padding, Rows
 from ..serving.visits import VisitCounts
 from ..syntax.pass_options import NONE, PassOptions
-from .block_analysis import augmented, names_of, only_binds, want_gradients
+from .block_analysis import names_of, only_binds, want_gradients
 from .errors import GangError, LoopEnd, too_late
 from .loops import LOOP_NAMES, with_loop_ends
 from .names import BlockNames
@@ -281,19 +281,6 @@ class RequestTrace:
             return []
         names = sorted(name for name, value in self.saves.names().items() if isinstance(value, torch.Tensor))
         return names if names and self.receipt.reads and only_binds(block.node) else []
-
-    def stale_names(self, outer: Mapping[str, Any]) -> list[str]:
-        """Names of unsaved values that are meant to replace those of the caller: of ``name += value``, and in place of None.
-
-        Args:
-            outer: the caller's variables, after the block.
-        """
-        block, bound = self.main_block, self.saves.names()
-        names = [n for n in bound if n in outer and outer[n] is not bound[n] and id(bound[n]) not in self.saves.ids]
-        if not names or block is None or block.node is None:
-            return []
-        added = augmented(block.node)
-        return sorted(name for name in names if name in added or outer[name] is None)
 
     def take_error(self) -> BaseException | None:
         """Error that ended the request, for its caller: the traceback has the lines of the block only. The trace and

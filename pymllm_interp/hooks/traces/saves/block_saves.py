@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from _ctypes import PyObj_FromPtr
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ..blocks.block_analysis import augmented
 from ..blocks.loops import PREFIX
 from ..nnsight_compat import Mediator, mark
 from .save_transfer import SaveTransfer
@@ -61,6 +63,19 @@ class BlockSaves:
             if id(value) not in self.ids
         }
         return sorted(name for name, values in parts.items() if any(id(value) in self.ids for value in values))
+
+    def stale_names(self, outer: Mapping[str, Any]) -> list[str]:
+        """Names of unsaved values that are meant to replace the caller's: by ``name += value``, or in place of None.
+
+        Args:
+            outer: the caller's variables, after the block.
+        """
+        block, bound = self._block, self.names()
+        names = [n for n in bound if n in outer and outer[n] is not bound[n] and id(bound[n]) not in self.ids]
+        if not names or block is None or block.node is None:
+            return []
+        added = augmented(block.node)
+        return sorted(name for name in names if name in added or outer[name] is None)
 
     # -- while the request runs ------------------------------------------------
 

@@ -204,7 +204,7 @@ class EngineTracer(InterleavingTracer):
         if transfer.device is not None and traces[0].error is None:
             if lost := traces[0].saves.unsaved_containers():
                 self.warn([CONTAINER_NOT_SAVED.format(", ".join(lost))])
-            if stale := traces[0].stale_names(frame.f_locals):
+            if stale := traces[0].saves.stale_names(frame.f_locals):
                 self.warn([NOT_REPLACED.format(", ".join(stale))])
         self.served = []
         for trace in traces:
