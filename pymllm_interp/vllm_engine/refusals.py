@@ -33,6 +33,25 @@ def refuse_config(config: Any) -> None:
         raise VllmRefusalError("LM(engine='vllm') does not serve " + "; ".join(found))
 
 
+def graph_attention_apart(config: Any) -> None:
+    """Change the settings of an engine of this package where `_graphs_lose_kv`: no graph has attention in it."""
+    if _graphs_lose_kv(config):
+        mode = config.compilation_config.cudagraph_mode
+        apart = type(mode)(mode.value[1]) if isinstance(mode.value, tuple) else type(mode)["NONE"]
+        config.compilation_config.cudagraph_mode = apart
+
+
+def _graphs_lose_kv(config: Any) -> bool:
+    """Whether graphs of whole steps attend to a request's newest token only.
+
+    With decode context parallelism vLLM captures them by requests without earlier tokens, whose attention it leaves out
+    (`should_skip_dcp_context_attention`; its issue 41623). Seen with 0.26 on two H200, and in the source of 0.32.
+    """
+    mode = getattr(config.compilation_config, "cudagraph_mode", None)
+    whole = mode is not None and mode.decode_mode().name == "FULL"
+    return whole and getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1
+
+
 def _refused(config: Any) -> Iterator[str]:
     for holds, what in (*_of_ranks(config), *_of_settings(config), *_of_images(config), *refused_states(config)):
         if holds:
@@ -78,6 +97,11 @@ def _of_ranks(config: Any) -> Iterator[tuple[bool, str]]:
         (
             cpu and getattr(parallel, "decode_context_parallel_size", 1) > 1,
             "decode_context_parallel_size above 1 on a CPU, where vLLM's attention returns no sums of its softmax: leave it out",
+        ),
+        (
+            _graphs_lose_kv(config),
+            "decode_context_parallel_size above 1 with graphs of whole steps, which vLLM captures without attention to earlier "
+            "tokens: compilation_config={'cudagraph_mode': 'PIECEWISE'}",
         ),
     )
 

@@ -36,7 +36,7 @@ from pymllm_interp.vllm_engine.client.core import VllmCore
 from pymllm_interp.vllm_engine.client.sampling import salt_of
 from pymllm_interp.vllm_engine.client.uplink import Uplink
 from pymllm_interp.vllm_engine.recurrent import ROTARY, rotate_by_torch
-from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
+from pymllm_interp.vllm_engine.refusals import VllmRefusalError, graph_attention_apart, refuse_config
 from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_block
 from pymllm_interp.vllm_engine.settings import additional_config, limits_of, server_config_of
 from pymllm_interp.vllm_engine.structures import structure_of
@@ -364,6 +364,23 @@ def test_what_hooks_cannot_be_served_with_is_refused_by_name(path: str, value: A
     refuse_config(vllm_config())
     with pytest.raises(VllmRefusalError, match=message):
         refuse_config(vllm_config(**{path: value}))
+
+
+GRAPHS = {"FULL_AND_PIECEWISE": "PIECEWISE", "FULL_DECODE_ONLY": "NONE", "FULL": "NONE", "PIECEWISE": "PIECEWISE"}
+
+
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_no_graph_leaves_out_the_kv_of_context_parallel_ranks(mode: str) -> None:
+    modes = pytest.importorskip("vllm.config", reason="needs vLLM's kinds of graphs").CUDAGraphMode
+    for ranks in (1, 2):
+        fields = {"parallel_config.decode_context_parallel_size": ranks, "device_config.device_type": "cuda"}
+        config = vllm_config(**fields, **{"compilation_config.cudagraph_mode": modes[mode]})
+        if ranks == 2 and mode != "PIECEWISE":
+            with pytest.raises(VllmRefusalError, match="cudagraph_mode': 'PIECEWISE'"):
+                refuse_config(config)
+        graph_attention_apart(config)
+        assert config.compilation_config.cudagraph_mode.name == (GRAPHS[mode] if ranks == 2 else mode)
+        refuse_config(config)
 
 
 STATES: list[tuple[str, dict[str, Any], str]] = [
