@@ -44,7 +44,7 @@ def graph_attention_apart(config: Any) -> None:
 def _graphs_lose_kv(config: Any) -> bool:
     """Whether graphs of whole steps attend to a request's newest token only.
 
-    With decode context parallelism vLLM captures them by requests without earlier tokens, whose attention it leaves out
+    With decode context parallelism vLLM captures them by requests without earlier tokens. It leaves attention to those out
     (`should_skip_dcp_context_attention`; its issue 41623). Seen with 0.26 on two H200, and in the source of 0.32.
     """
     mode = getattr(config.compilation_config, "cudagraph_mode", None)
