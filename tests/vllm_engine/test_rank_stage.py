@@ -31,7 +31,7 @@ from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
 from pymllm_interp.vllm_engine.worker import batch
 from pymllm_interp.vllm_engine.worker.blocks import traces
 from pymllm_interp.vllm_engine.worker.blocks.kept_kv import KeptKV
-from pymllm_interp.vllm_engine.worker.hooks_of import HooksOf
+from pymllm_interp.vllm_engine.worker.hooks_of import HooksOf, counts_of
 from pymllm_interp.vllm_engine.worker.split_rows import SplitRows
 from pymllm_interp.vllm_engine.worker.stage import RankStage
 
@@ -93,8 +93,12 @@ class Rank:
                 self.stage.stage.capture_ring.open()
         self.stage.add(f"vllm-{name}", name, hooks, PROMPT)
 
-    def step(self, parts: list[tuple[str, int, int]], drafts: int = 0) -> torch.Tensor:
-        """A pass over (request, first position, positions). Returns the stream behind the last layer, and the norm's output."""
+    def step(self, parts: list[tuple[str, int, int]], drafts: int = 0, fails: bool = False) -> torch.Tensor:
+        """A pass over (request, first position, positions). Returns the stream behind the last layer, and the norm's output.
+
+        Args:
+            fails: vLLM's layers ran in a pass with blocks before it, which failed.
+        """
         starts = np.cumsum([0, *(count for _, _, count in parts)])
         stage = self.stage
         stage.begin(
@@ -105,6 +109,17 @@ class Rank:
             {f"vllm-{name}": [0] * drafts for name, _, _ in parts},
         )
         rows = [(name, first + i) for name, first, count in parts for i in range(count)]
+        if fails:
+            take_back = counts_of(stage)
+            with stage.taps.within_layers(is_idle=False):
+                self._run(rows)
+            take_back()
+        out = self._run(rows)
+        stage.end()
+        return out
+
+    def _run(self, rows: list[tuple[str, int]]) -> torch.Tensor:
+        stage = self.stage
         stream = torch.stack([_value(name, position, 0) for name, position in rows]).to(self.device)
         stage.taps.state(stream, EMBED_SITE)
         for add in range(1, input_add(LAYERS) + 1):
@@ -120,7 +135,6 @@ class Rank:
             stage.taps.state(normed, final_norm_site(LAYERS))
         else:
             normed = delta
-        stage.end()
         return torch.cat([stream, normed], -1).cpu()
 
     def finish(self, name: str, generated: int) -> Any:
@@ -385,6 +399,22 @@ def test_rows_that_are_computed_again_count_once(way: str, rows: int) -> None:
     assert fires is not None and 0 < fires < PROMPT + NEW - 1
     assert one.error is None and one.declared.applied == other.declared.applied
     assert one.preemptions == 2 and one.steps == {"made up": 8}
+
+
+@pytest.mark.parametrize("scope", ["token", "prompt"])
+def test_a_pass_that_fails_counts_nothing(scope: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(vector(6), 0.0, site="resid_post.0", scope=scope)
+    monkeypatch.setitem(HOOKS, "c", RequestHooks([Steer("mlp_out.2", vector(5), when=gate)], [], NEW))
+    found = []
+    for fails in (False, True):
+        rank = Rank(rows=8)
+        rank.add("c")
+        for first, count in ((0, 4), (4, PROMPT - 4), (PROMPT, 1)):
+            rank.step([("c", first, count)], fails=fails)
+        found.append(rank.finish("c", 2))
+    assert found[0].error is None and found[1].error is None
+    assert found[0].declared.applied == found[1].declared.applied
+    assert 0 < (found[0].declared.applied[0].gate_fires or 0) < PROMPT + 1 or scope == "prompt"
 
 
 def test_steps_behind_the_last_token_are_not_counted(way: str) -> None:
