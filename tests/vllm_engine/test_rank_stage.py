@@ -31,7 +31,7 @@ from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
 from pymllm_interp.vllm_engine.worker import batch
 from pymllm_interp.vllm_engine.worker.blocks import traces
 from pymllm_interp.vllm_engine.worker.blocks.kept_kv import KeptKV
-from pymllm_interp.vllm_engine.worker.hooks_of import HooksOf, counts_of
+from pymllm_interp.vllm_engine.worker.hooks_of import HooksOf
 from pymllm_interp.vllm_engine.worker.split_rows import SplitRows
 from pymllm_interp.vllm_engine.worker.stage import RankStage
 
@@ -110,10 +110,10 @@ class Rank:
         )
         rows = [(name, first + i) for name, first, count in parts for i in range(count)]
         if fails:
-            take_back = counts_of(stage)
+            set_back = stage.taps.counts()
             with stage.taps.within_layers(is_idle=False):
                 self._run(rows)
-            take_back()
+            set_back()
         out = self._run(rows)
         stage.end()
         return out

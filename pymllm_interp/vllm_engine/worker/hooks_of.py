@@ -193,14 +193,14 @@ class HooksOf:
                 lost, "no memory beside vLLM's for its K and V, by which edges are cut: lower gpu_memory_utilization"
             )
         step = input_ids[:count], positions[:count], self._starts, ops, tokens, cuts, kept
-        take_back = counts_of(stage)
+        set_back = stage.taps.counts()
         with stage.taps.silent():  # the modules of the tree have the inner sites
             hidden = self.traces.run_pass(*step)
             if hidden is None and self._cutting:  # the blocks have ended, and others' edges are cut all the same
-                take_back()
+                set_back()
                 hidden = self.traces.run_pass(*step)
         if hidden is None:
-            take_back()
+            set_back()
             stage.fail_cuts(
                 [row[0] for row in rows], "a pass with cut edges of attention has failed: see the log of rank 0"
             )
@@ -273,21 +273,6 @@ class HooksOf:
         else:
             logits = self.stage.logits(compute, hidden, sampled)
         return logits if logits is None else self.traces.sample_from(logits, self._sampled)
-
-
-def counts_of(stage: RankStage) -> Callable[[], None]:
-    """Keep the counts of calls, and of gates in the tables. Returns a function that takes back what a failed pass has added."""
-    calls, kept = stage.taps.calls, list[tuple[torch.Tensor, torch.Tensor]]()
-    if stage.taps.static is not None:
-        tables = stage.taps.static.tables
-        kept += ((own, own.clone()) for own in (tables.fires, tables.first_fired))
-
-    def take_back() -> None:
-        stage.taps.calls = calls
-        for own, before in kept:
-            own.copy_(before)
-
-    return take_back
 
 
 def number_of(site: Site, model: ModelSpec) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,6 +68,18 @@ class RankTaps:
                 yield
         finally:
             (self.is_silent, self.seen), self._is_served, self._is_idle = before, False, False
+
+    def counts(self) -> Callable[[], None]:
+        """Keep the counts of calls and of gates. Returns a function that sets them back after a failed pass."""
+        calls, tables = self.calls, None if self.static is None else self.static.tables
+        kept = [] if tables is None else [(own, own.clone()) for own in (tables.fires, tables.first_fired)]
+
+        def set_back() -> None:
+            self.calls = calls
+            for own, before in kept:
+                own.copy_(before)
+
+        return set_back
 
     def _rests(self) -> bool:
         """Whether a call has nothing to do. The pass by modules has served the sites of the call that layers begin with."""
