@@ -205,7 +205,7 @@ LINES = {
     "attention": 1950, "bench": 600, "client": 10100, "cluster": 700, "core": 3950, "engine": 4750, "evals": 500,
     "harvest": 3500, "hooks": 20950, "kernels": 4950, "layers": 3750, "lens": 1600, "mem_cache": 1750, "models": 10750,
     "plots": 650, "runner": 6750, "sampling": 1050, "server": 12350, "speculative": 250, "toolkit": 6300, "top": 1850,
-    "utils": 1200, "vllm_engine": 8750, "wire": 2100,
+    "utils": 1200, "vllm_engine": 8800, "wire": 2100,
 }  # fmt: skip
 """Most lines of each folder, to the next 50: what grows is seen here. See docs/decisions, 137."""
 
