@@ -280,9 +280,8 @@ class RequestFactory:
         try:
             self._declarations.declare(watched, captures, request)
         except ValueError as error:
-            raise PromptError(f"{what}: {error}") from error.with_traceback(
-                None
-            )  # the message has all that is the caller's
+            # The message has all that is the caller's.
+            raise PromptError(f"{what}: {error}") from error.with_traceback(None)
         if request.declared is None:
             return
         receipt = request.receipt = request.receipt or Receipt()
