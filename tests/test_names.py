@@ -158,6 +158,8 @@ def test_an_old_option_of_a_server_names_the_new_one() -> None:
         ({"schedule_polcy": "lpm"}, "did you mean"),
         ({"queue_ordr": "lpm"}, r"did you mean queue_order\?$"),
         ({"max_segmnts": 9}, r"did you mean max_segments\? here it is tuning=EngineTuning\(max_segments="),
+        ({"trust_remote_code": True}, "code of a model's folder is not run"),
+        ({"revision": "main"}, r"huggingface_hub\.snapshot_download"),
         ({"enforce_eagr": True}, r"did you mean enforce_eager\? here it is disable_cuda_graph=True"),
         ({"tuning": {"max_segments": 9}}, r"tuning is a dict: pymllm_interp\.config\.EngineTuning"),
         ({"tuning": ServerConfig(max_num_tokens=9)}, r"tuning is a ServerConfig: pymllm_interp\.config\.EngineTuning"),

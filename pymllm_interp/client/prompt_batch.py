@@ -213,7 +213,8 @@ def rows_of(ids: Any, what: str) -> list[list[int]]:
     if rows is None or not all(
         issubclass(kind, int) and kind is not bool for row in rows for kind in set(map(type, row))
     ):
-        raise PromptError(f"{what} is a {type(ids).__name__}: expected text, or token ids as whole numbers")
+        kind = type(ids).__name__ + (f" of {ids.dtype}" if isinstance(ids, torch.Tensor | np.ndarray) else "")
+        raise PromptError(f"{what} is a {kind}: expected text, or token ids as whole numbers")
     return rows
 
 

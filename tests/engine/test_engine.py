@@ -1104,7 +1104,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[1.5, 2]], r"expected text, or token ids as whole numbers"),
     ([[True]], r"expected text, or token ids as whole numbers"),
     ([[1, None]], r"expected text, or token ids as whole numbers"),
-    (torch.tensor([0.5]), r"expected text, or token ids as whole numbers"),
+    (torch.tensor([0.5]), r"is a Tensor of torch.float32: expected text, or token ids as whole numbers"),
     (torch.tensor(3), r"expected text, or token ids"),
     (torch.tensor([[1], [2]]), r"expected one prompt, got 2|one prompt is expected, got 2"),
     ({"attention_mask": [1]}, r"input_ids"),

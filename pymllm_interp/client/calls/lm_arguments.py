@@ -15,6 +15,8 @@ ELSEWHERE = {
     "device_map": "one device holds the model, device='cuda' or 'cpu'",
     "dispatch": "the weights are always loaded; leave it out",
     "torch_dtype": "here it is dtype",
+    "trust_remote_code": "code of a model's folder is not run: its architecture must be one of transformers'",
+    "revision": "a folder is taken, too: huggingface_hub.snapshot_download(model, revision=...) returns one",
     "max_num_seqs": "here it is max_running_requests",
     "max_num_batched_tokens": "here it is max_num_tokens",
     "enforce_eager": "here it is disable_cuda_graph=True",
