@@ -99,10 +99,8 @@ def token_rows(chunks: list[QueryChunk], forward_batch: ForwardBatch) -> DecodeR
     for chunk in chunks:
         owners += [chunk.request] * chunk.num
         lens += range(chunk.prefix + 1, chunk.end + 1)
-    rows, ends = (
-        torch.tensor(owners, dtype=torch.int64, device=device),
-        torch.tensor(lens, dtype=torch.int32, device=device),
-    )
+    rows = torch.tensor(owners, dtype=torch.int64, device=device)
+    ends = torch.tensor(lens, dtype=torch.int32, device=device)
     if forward_batch.fresh_kv_only:  # rows of the pass itself
         firsts = torch.zeros(forward_batch.batch_size, 1, dtype=torch.int32)
         for chunk in chunks:

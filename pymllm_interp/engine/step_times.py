@@ -134,10 +134,8 @@ class StepPacing:
         if len(self._launched) != 1 or self._launched[0].ends_early:
             return 0.0
         step = self._launched[0]
-        begun, seconds = (
-            self._ended if step.begun is None else step.begun,
-            self.times.predict(step.rows, step.prompt_tokens),
-        )
+        begun = self._ended if step.begun is None else step.begun
+        seconds = self.times.predict(step.rows, step.prompt_tokens)
         if begun is None or seconds is None:
             return 0.0
         # Steps with prompts are less alike than decode steps.

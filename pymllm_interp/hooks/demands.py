@@ -49,10 +49,8 @@ class Demands:
 
     def state_stop(self, start: int) -> int | None:
         """Latest end of a chunk from position `start` on, by recurrent states and replaced K and V; None: any."""
-        stops, own = (
-            [stop for _, stop in self._kv_spans if stop > start],
-            None if self._states is None else self._states[start:],
-        )
+        stops = [stop for _, stop in self._kv_spans if stop > start]
+        own = None if self._states is None else self._states[start:]
         if own is not None and own.any():
             stops.append(start + int(own.argmax()) + 1)
         return min(stops, default=None)

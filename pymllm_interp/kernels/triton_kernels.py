@@ -141,10 +141,8 @@ def _launch_rope(
         cos, signed_sin = cos.contiguous(), signed_sin.contiguous()
     if tokens:
         turned = head_dim if turned is None else turned
-        head_block, half_block = (
-            min(ROPE_HEADS, 1 << (heads - 1).bit_length()),
-            1 << max(turned // 2 - 1, 0).bit_length(),
-        )
+        head_block = min(ROPE_HEADS, 1 << (heads - 1).bit_length())
+        half_block = 1 << max(turned // 2 - 1, 0).bit_length()
         rest_block = 1 << max(head_dim - turned - 1, 0).bit_length()
         strides = (x.stride(0), x.stride(1), cos.stride(0))
         shape = (heads - 2 * kv_heads, kv_heads, head_dim, turned, by_head)

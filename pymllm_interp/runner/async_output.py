@@ -103,10 +103,8 @@ class AsyncOutput:
         for request_id, logprobs in self._prompt_logprobs.items():
             output.prompt_logprobs[request_id] = [entry for entry in lists(logprobs) if entry is not None]
         if self._scores is not None:
-            found, parts = (
-                next(tensors).numpy().copy(),
-                self._scores.parts,
-            )  # some wait, and pinned memory is for the next steps
+            found = next(tensors).numpy().copy()  # some wait, and pinned memory is for the next steps
+            parts = self._scores.parts
             output.scores = {request_id: found[:, start:stop] for request_id, start, stop in parts}
             above: np.ndarray = np.any(~(found <= self._scores.limits), axis=0)  # NaN, too
             if above.any():

@@ -132,10 +132,8 @@ class StepInputs:
             logits_indices = np.repeat(loc[1:] - cu_num_logits[1:], logit_counts) + np.arange(cu_num_logits[-1])
         padded = int(loc[-1]) if layout.padded_size is None else layout.padded_size
         self.buffers.lay_out(np.stack((token_ids, positions, rows)), states, self.table.req_to_token, padded)
-        sampling, sample_rows = (
-            list(compress(entries, samples)),
-            list(compress((cu_num_logits[1:] - 1).tolist(), samples)),
-        )
+        sampling = list(compress(entries, samples))
+        sample_rows = list(compress((cu_num_logits[1:] - 1).tolist(), samples))
         verifier = None
         if step.drafts:
             verifier = RejectionSampler([step.drafts.get(e.request_id, ()) if e.samples else None for e in entries])

@@ -155,10 +155,8 @@ class DeviceTables:
             return
         rows = np.array(list(self._staged), dtype=np.int64)
         marks = np.zeros(len(rows), dtype=np.int32)
-        since, first_fired = (
-            np.zeros(len(rows), dtype=np.int32),
-            np.full((len(rows), codes.MAX_GATES), codes.NO_END, np.int32),
-        )
+        since = np.zeros(len(rows), dtype=np.int32)
+        first_fired = np.full((len(rows), codes.MAX_GATES), codes.NO_END, np.int32)
         wanted = np.full((len(rows), codes.FEATURE_COLUMNS if self._limits.encoders else 0), -1, dtype=np.int64)
         written: list[_Words] = []
         for i, (row, declared) in enumerate(self._staged.items()):

@@ -21,10 +21,8 @@ from ..positions import Positions
 from ..site import Site, expand
 from .op import Gate, Op, ReadOp, row_dots
 
-ATTENTION_BRANCH, MLP_BRANCH = (
-    ("q", "k", "v", "z", "attn_out"),
-    ("router", "experts", "mlp_act", "shared_out", "mlp_out"),
-)
+ATTENTION_BRANCH = ("q", "k", "v", "z", "attn_out")
+MLP_BRANCH = ("router", "experts", "mlp_act", "shared_out", "mlp_out")
 _RANKS = {
     "resid_pre": 0, "q": 1, "k": 1, "v": 1, "z": 2, "attn_out": 3, "resid_mid": 4, "router": 5, "experts": 5,
     "mlp_act": 5, "shared_out": 5, "mlp_out": 6, "resid_post": 7,

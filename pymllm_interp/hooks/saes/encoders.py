@@ -125,10 +125,8 @@ class Encoders:
                 f"reconstruct={list(reconstruct)}: saes has no {unknown[0]!r}; it has {', '.join(saes) or 'none'}"
             )
         rebuilt = {id(saes[name]) for name in reconstruct}
-        across, own = (
-            0,
-            dict[int, int](),
-        )  # columns used by transcoders; by autoencoders, by site: they are loaded where they are made
+        across = 0  # columns used by transcoders
+        own = dict[int, int]()  # site -> columns used by autoencoders, which are loaded where they are made
         for sae in {id(sae): sae for sae in saes.values()}.values():
             assert model is not None, "SAEs have sites"
             if not (sae.encodes_whole or id(sae) in rebuilt) or (sites := _sites_of(sae, model, readout)) is None:

@@ -153,10 +153,8 @@ class PeftConfig:
 
     def scaling(self, module: str) -> float:
         """Factor of the product of A and B at a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
-        alpha, rank = (
-            self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.lora_alpha),
-            self.rank(module),
-        )
+        alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.lora_alpha)
+        rank = self.rank(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets(self, module: str) -> bool:

@@ -49,10 +49,8 @@ def decode_layer(
     if site_ops is not None:
         if not isinstance(site_ops, HostOps) or site_ops.acts_within(attention.layer_idx):
             return None
-    caches, norms = (
-        pool.get_kv(attention.layer_idx),
-        (layer.input_layernorm.weight, layer.post_attention_layernorm.weight),
-    )
+    caches = pool.get_kv(attention.layer_idx)
+    norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
     kernels = cpu_kernels_for(h, cos, sin, *caches, *norms)
     if kernels is None or not kernels.has_gemm(h.dtype) or attention.head_dim % kernels.ATTENTION_WIDTH:
         return None

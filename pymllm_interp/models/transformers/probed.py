@@ -81,11 +81,9 @@ class ProbedModel:
     def reach_of(self, rule: Callable[..., Any], device: torch.device) -> int | None:
         """Positions that a mask rule lets a query see on each side; None: all. Raises UnsupportedModelError: another rule."""
         n = min(self.context_len, MAX_PROBED_POSITIONS)
-        zero, keys, found = (
-            torch.zeros((), dtype=torch.int64, device=device),
-            torch.arange(n, device=device),
-            set[Any](),
-        )
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        keys = torch.arange(n, device=device)
+        found = set[Any]()
         for query in (n // 2, n // 3):
             allowed = torch.as_tensor(rule(zero, zero, torch.tensor(query, device=device), keys), device=device).expand(
                 n

@@ -98,11 +98,9 @@ class DraftGraphs:
         runner, table = self._runner, self._table
         states, buffers, n = runner.req_states, runner.input_buffers, len(inputs.ends)
         buffers.place(inputs.known, states, table)
-        logits, found, fed = (
-            self._passes.run_inside(inputs.known.shape[1]).next_token_logits[inputs.ends],
-            [],
-            inputs.following,
-        )
+        logits = self._passes.run_inside(inputs.known.shape[1]).next_token_logits[inputs.ends]
+        found = []
+        fed = inputs.following
         for i in range(self._k):
             if i == 1 and self._carry is not None:
                 self._carry(inputs.ends)

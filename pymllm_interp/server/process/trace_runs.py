@@ -233,10 +233,8 @@ class TraceRuns:
 
     def _send_result(self, run: TraceRun, tracer: Any, bound: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
         """Send a block's saved values, also if it failed."""
-        encoder, header = (
-            ValueEncoder(),
-            {"type": "result", "receipts": [], "captures": [], "scores": [], "warnings": [*warnings]},
-        )
+        encoder = ValueEncoder()
+        header = {"type": "result", "receipts": [], "captures": [], "scores": [], "warnings": [*warnings]}
         header["names"] = {name: encoder.encode(value, name) for name, value in bound.items()}
         if isinstance(tracer, ServedTracer):
             header["receipts"] = [self._outbox.receipt(receipt) for receipt in tracer.receipts]

@@ -238,11 +238,9 @@ def _graph_of(kind: Any, source: dict[str, Any]) -> Any:
         numbers[node["node_id"]] = first_embedding + len(tokens) + len(targets)
         label = str(node.get("clerp") or "").partition('"')[2].rpartition('"')[0]
         targets.append(CircuitTarget(int(node["feature"]), None, _finite(node["token_prob"]), label))
-    weights, edges, nodes = (
-        torch.zeros(rows, count),
-        torch.zeros(rows, count, dtype=torch.bool),
-        torch.zeros(count, dtype=torch.bool),
-    )
+    weights = torch.zeros(rows, count)
+    edges = torch.zeros(rows, count, dtype=torch.bool)
+    nodes = torch.zeros(count, dtype=torch.bool)
     nodes[list(numbers.values())] = True
     for link in source["links"]:
         one, other = numbers[link["source"]], numbers[link["target"]]
