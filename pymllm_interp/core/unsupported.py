@@ -143,6 +143,7 @@ METHODS: dict[str, str] = {
     "llm_engine": "here it is lm.engine",
     "model_config": "here it is lm.cfg, transformers' config",
     "preprocess_chat": "lm.chat(messages) renders and generates; lm.tokenizer.apply_chat_template renders alone",
+    "close": "lm.shutdown() ends the engine; so does `with LM(model) as lm:`",
     "enqueue": "here it is lm.submit(prompt, ...), which returns a handle",
     "wait_for_completion": "here it is handle.result(), of lm.submit(prompt, ...)",
     # functions here
