@@ -123,7 +123,7 @@ class RequestEnds:
                 ending[-1].saves |= output.shared_saves
             except BaseException as error:
                 for member in ending:
-                    member.error = member.error or error
+                    member.error = error if member.error is None else member.error
         for member in ending:
             self._tell(member)
 
@@ -136,7 +136,7 @@ class RequestEnds:
 
     def _tell_now(self, request: Request) -> None:
         if request.trace is not None:
-            request.error = request.error or request.trace.error
+            request.error = request.trace.error if request.error is None else request.error
             request.warnings += request.trace.warnings
         if request.declared is None:
             self.answer(request)
@@ -144,7 +144,7 @@ class RequestEnds:
         try:
             arrived = self._finish_declared(request)
         except BaseException as error:
-            request.error = request.error or error
+            request.error = error if request.error is None else request.error
             self.answer(request)
             return
         if arrived.done():
@@ -190,7 +190,7 @@ class RequestEnds:
         """
         if arrived is not None:
             error = arrived.exception()
-            request.error = request.error or error
+            request.error = error if request.error is None else request.error
             if error is None:
                 _take_result(request, result := arrived.result())
                 if result.rows is not None:

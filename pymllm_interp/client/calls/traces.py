@@ -169,7 +169,8 @@ def serve(backend: Any, traces: Sequence[RequestTrace], requests: Sequence[Reque
         trace = request.trace
         trace.activations.append(NOTHING if request.activations is None else request.activations)
         trace.scores.append(handle.ends[0].monitors or {})
-        trace.error = error_of(handle.ends[0]) or trace.error
+        ended = error_of(handle.ends[0])
+        trace.error = trace.error if ended is None else ended  # an error may have a length of 0
 
 
 def run_pass(backend: Backend, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..nnsight_compat import OutOfOrderError
 
 
@@ -42,3 +44,21 @@ def too_late(request_id: str, location: str, before: str, step: int | None = Non
 
 class LoopEnd(TraceError, OutOfOrderError):
     """The generation is over, so the block's loop over its steps ends."""
+
+
+def notes_of(raised: BaseException, text: str, grad: bool) -> Iterator[str]:
+    """Advice that an error's text lacks.
+
+    Args:
+        grad: the trace has gradients.
+    """
+    if isinstance(raised, RuntimeError) and "does not require grad" in text and not grad:
+        yield "a trace has gradients if its block names them (backward, grad, ...), or with grad=True"
+    if "derivative for" in text and "attention" in text:
+        yield "torch's fused attention has no second derivative: give the trace attn_implementation='eager'"
+
+
+BOUND_ELSEWHERE = (
+    "`{}` is bound by another invoke of this trace, which has not reached that line yet: with `barrier = tracer.barrier(2)`, "
+    "call `barrier()` after that line there, and before this line here"
+)

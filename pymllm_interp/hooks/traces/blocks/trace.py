@@ -8,7 +8,8 @@ Nothing is serialised: a local block runs on the caller's own objects.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from ..serving.rows import Padding, Rows
 from ..serving.visits import VisitCounts
 from ..syntax.pass_options import NONE, PassOptions
 from .block_analysis import names_of, only_binds, want_gradients
-from .errors import GangError, LoopEnd, too_late
+from .errors import BOUND_ELSEWHERE, GangError, LoopEnd, notes_of, too_late
 from .loops import LOOP_NAMES, with_loop_ends
 from .names import BlockNames
 from .torch_modes import BlockModes
@@ -233,8 +234,9 @@ class RequestTrace:
 
         A `LoopEnd` that leaves the block is only a warning.
         """
-        if not hasattr(raised, "__intervention_tb__"):  # the traceback as far as the block's own lines
-            raised.__intervention_tb__ = raised.__traceback__  # pyright: ignore[reportAttributeAccessIssue]
+        with suppress(BaseException):  # a frozen dataclass takes no attributes
+            if not hasattr(raised, "__intervention_tb__"):  # the traceback as far as the block's own lines
+                raised.__intervention_tb__ = raised.__traceback__  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(raised, LoopEnd):
             self.warn(f"{raised}, and the block ended inside the function that holds the loop; saved values are kept")
             return
@@ -243,19 +245,11 @@ class RequestTrace:
             self.stopped = True
         elif self.error is None:
             self.error, text = raised, plain_text(raised)
-            if isinstance(raised, RuntimeError) and "does not require grad" in text and not self.grad:
-                raised.add_note(
-                    "a trace has gradients if its block names them (backward, grad, ...), or with grad=True"
-                )
-            if "derivative for" in text and "attention" in text:
-                raised.add_note(
-                    "torch's fused attention has no second derivative: give the trace attn_implementation='eager'"
-                )
-            if isinstance(raised, NameError) and self._binds_elsewhere(raised.name):
-                raised.add_note(
-                    f"`{raised.name}` is bound by another invoke of this trace, which has not reached that line yet: with "
-                    "`barrier = tracer.barrier(2)`, call `barrier()` after that line there, and before this line here"
-                )
+            with suppress(BaseException):
+                if isinstance(raised, NameError) and self._binds_elsewhere(raised.name):
+                    raised.add_note(BOUND_ELSEWHERE.format(raised.name))
+                for note in notes_of(raised, text, self.grad):
+                    raised.add_note(note)
             why = f"runs together with this one, failed: {plain_text(raised, repr)}"
             for other in self.gang:
                 if not other.ended:
@@ -290,7 +284,9 @@ class RequestTrace:
         """
         error, self.error = self.error, None
         if error is not None:
-            error.__traceback__ = block_traceback(error)
+            error.with_traceback(
+                block_traceback(error)
+            )  # an assignment would ask the class, such as a frozen dataclass
             vars(error).pop("__intervention_tb__", None)
         return error
 

@@ -7,6 +7,7 @@ per prompt. `TracedModel._run_traces` serves them, and the saved names are bound
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
+from contextlib import suppress
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -213,7 +214,8 @@ class EngineTracer(InterleavingTracer):
         errors = [(i, error) for i, trace in enumerate(traces) if (error := trace.take_error()) is not None]
         for i, error in sorted(errors, key=lambda entry: isinstance(entry[1], GangError)):  # the cause first
             if len(traces) > 1:
-                error.add_note(f"(prompt {i} of the {len(traces)} of this trace)")
+                with suppress(Exception):  # a frozen dataclass takes no notes
+                    error.add_note(f"(prompt {i} of the {len(traces)} of this trace)")
             raise error
 
     def _collect(self, code: CodeType) -> None:
