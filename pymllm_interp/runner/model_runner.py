@@ -62,8 +62,7 @@ class ModelRunner(RunnerParts):
 
     Attributes:
         model_state: version and fingerprint of the model; None while `model` is.
-        graphs: CUDA graphs of its passes.
-        executions: runs passes by their execution.
+        graphs, executions: CUDA graphs of its passes, and what runs passes by their execution.
         execute_model_state: the step between `execute_model` and `sample_tokens`; None outside of a step.
     """
 
@@ -79,6 +78,7 @@ class ModelRunner(RunnerParts):
         self.partition = Partition(self.server_config.hook_execution)
         self.execute_model_state: ExecuteModelState | None = None
         self.sampler = Sampler(self.server_config.logprobs_mode)
+        self._as_logits = self.sampler.as_logits
 
     # -- life cycle --------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class ModelRunner(RunnerParts):
             rows = rows[token_rows]
             if len(batch.sample_rows) != len(all_logits):
                 logits = all_logits[logit_rows]
-        of_prompts = self.step_inputs.prompt_logprobs(all_logits, batch, self.sampler.as_logits)
+        of_prompts = self.step_inputs.prompt_logprobs(all_logits, batch, self._as_logits)
         output = ModelRunnerOutput(req_ids=batch.req_ids, execution=state.descriptor.execution.value)
         for stage in self.stages:
             logits = stage.sample_from(batch, all_logits, logits)

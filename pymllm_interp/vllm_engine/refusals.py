@@ -37,8 +37,7 @@ def graph_attention_apart(config: Any) -> None:
     """Change the settings of an engine of this package where `_graphs_lose_kv`: no graph has attention in it."""
     if _graphs_lose_kv(config):
         mode = config.compilation_config.cudagraph_mode
-        apart = type(mode)(mode.value[1]) if isinstance(mode.value, tuple) else type(mode)["NONE"]
-        config.compilation_config.cudagraph_mode = apart
+        config.compilation_config.cudagraph_mode = mode.mixed_mode() if mode.separate_routine() else type(mode)(0)
 
 
 def _graphs_lose_kv(config: Any) -> bool:

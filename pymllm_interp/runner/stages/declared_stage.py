@@ -21,6 +21,7 @@ from ...core.model_spec import INNER_SITES, LOGITS, ModelSpec, inner_site
 from ...core.step import (
     DeclaredResult,
     LogitsProcessorOutput,
+    ModelRunnerOutput,
     NewRequest,
     RequestEnd,
     RequestHooks,
@@ -348,6 +349,13 @@ class DeclaredStage(Stage):
         if self.capture_ring is not None:
             self.capture_ring.send()
         return logits
+
+    def sampled(self, rows: StepRows, token_ids: torch.Tensor) -> torch.Tensor:
+        """The tokens, as they are."""
+        return token_ids
+
+    def end(self, output: ModelRunnerOutput) -> None:
+        """Do nothing at the end of a step."""
 
     def site_ops(self, rows: StepRows, num_rows: int, differentiable: bool) -> SiteOps | None:
         """The ops and captures of a step in which some request `declares` any.

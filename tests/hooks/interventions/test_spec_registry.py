@@ -74,7 +74,8 @@ def test_a_new_op_runs_over_http(client: httpx.Client) -> None:
         ({"positions": [0] * 1000}, "positions has 1000 positions; the context (max_model_len) holds 64"),
         ({"when": {"probe": "v" * 300}}, "when.probe has 300 characters; the name of a vector has at most 256"),
         ({"when": {}}, "Gate needs 'probe'"),
-        ({"op": "dump"}, "op is 'dump'; expected one of"),
+        ({"op": "dump"}, "op is 'dump'; did you mean 'damp'?"),
+        ({"op": "x"}, "op is 'x'; expected one of"),
     ],
 )
 def test_a_new_op_is_checked_by_its_annotations(client: httpx.Client, fields: dict[str, Any], message: str) -> None:
