@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -539,3 +540,12 @@ def test_a_block_that_may_have_done_something_is_not_warned_of(lm: LM) -> None:
                 h = lm.model.layers[1].output
             kept = h.sum().save()
     assert len(g) == 1 and kept.ndim == 0 and seen[0] is not None and box.h is not None and total.item()
+
+
+def test_a_session_and_its_trace_are_two_statements(lm: LM) -> None:
+    with pytest.raises(ValueError, match="begin it with `with lm"), lm.session(), lm.trace(PROMPT):
+        lm.model.layers[1].output.save()
+    with nullcontext(3) as number, lm.session():
+        with lm.trace(PROMPT):
+            found = (lm.model.layers[1].output.sum() * number).save()
+    assert found.ndim == 0

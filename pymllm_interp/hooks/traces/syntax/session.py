@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from types import CodeType
 from typing import Any
 
@@ -17,6 +18,9 @@ from ..nnsight_compat import (
 from ..saves.save_transfer import SaveTransfer
 from ..saves.saved import saves_device
 
+TRACES = ("trace", "generate", "scan")
+ONE_STATEMENT = "`with lm.session(), lm.{0}(...)`: traces are statements of the session's block; begin it with `with lm.{0}(...)`"
+
 
 class SessionTracer(Tracer):
     """A ``with lm.session():`` block: its traces see each other's values, and its caller gets the saved ones at its end.
@@ -25,7 +29,7 @@ class SessionTracer(Tracer):
         device: device of the caller's saves; see `EngineTracer`.
     """
 
-    parse, compile = under_ast_lock(Tracer.parse), under_ast_lock(Tracer.compile)
+    compile = under_ast_lock(Tracer.compile)
 
     def __init__(self, device: Any = "cpu", backend: Any = None) -> None:
         super().__init__(backend=backend)
@@ -33,6 +37,15 @@ class SessionTracer(Tracer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(saves on {self.device})"
+
+    @under_ast_lock
+    def parse(self, source: str, lineno: int) -> ast.With | ast.AsyncWith | None:
+        """The statement at a line. Raises ValueError: a trace begins in the same one, of which the session would be the body."""
+        node = super().parse(source, lineno)
+        last = node.items[-1].context_expr if node is not None and len(node.items) > 1 else None
+        if isinstance(last, ast.Call) and isinstance(last.func, ast.Attribute) and last.func.attr in TRACES:
+            raise ValueError(ONE_STATEMENT.format(last.func.attr))
+        return node
 
     def execute(self, code: CodeType) -> None:
         """Run the block, and bind the saved names in the caller's frame."""
