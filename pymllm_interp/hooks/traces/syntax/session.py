@@ -19,7 +19,7 @@ from ..saves.save_transfer import SaveTransfer
 from ..saves.saved import saves_device
 
 TRACES = ("trace", "generate", "scan")
-ONE_STATEMENT = "`with lm.session(), lm.{0}()`: traces are statements of the session's block: begin it with `with lm.{0}()`"
+ONE_STATEMENT = "`with lm.session(), lm.{0}()`: traces are statements of its block: begin it with `with lm.{0}()`"
 
 
 class SessionTracer(Tracer):
