@@ -185,7 +185,7 @@ class BlockScope:
 
     def _failed(self, block: Block, raised: BaseException) -> None:
         watchdog = self._watchdog
-        if isinstance(raised, TraceTimeoutError) and watchdog is not None:
+        if issubclass(type(raised), TraceTimeoutError) and watchdog is not None:  # `isinstance` would ask the instance
             raised.args = (
                 f"request {block.trace.request_id}: its block ran for more than trace_step_timeout="
                 f"{watchdog.end_after} s without reaching the model",

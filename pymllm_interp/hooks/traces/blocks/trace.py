@@ -237,11 +237,12 @@ class RequestTrace:
         with suppress(BaseException):  # a frozen dataclass takes no attributes
             if not hasattr(raised, "__intervention_tb__"):  # the traceback as far as the block's own lines
                 raised.__intervention_tb__ = raised.__traceback__  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(raised, LoopEnd):
+        kind = type(raised)  # `isinstance` would ask the instance, whose methods may raise
+        if issubclass(kind, LoopEnd):
             self.warn(f"{raised}, and the block ended inside the function that holds the loop; saved values are kept")
             return
         self.ended = True
-        if isinstance(raised, EarlyStopException):
+        if issubclass(kind, EarlyStopException):
             self.stopped = True
         elif self.error is None:
             self.error, text = raised, plain_text(raised)
@@ -284,9 +285,8 @@ class RequestTrace:
         """
         error, self.error = self.error, None
         if error is not None:
-            error.with_traceback(
-                block_traceback(error)
-            )  # an assignment would ask the class, such as a frozen dataclass
+            # An assignment would ask the class, such as a frozen dataclass.
+            error.with_traceback(block_traceback(error))
             vars(error).pop("__intervention_tb__", None)
         return error
 
