@@ -237,7 +237,7 @@ class RequestTrace:
         with suppress(BaseException):  # a frozen dataclass takes no attributes
             if not hasattr(raised, "__intervention_tb__"):  # the traceback as far as the block's own lines
                 raised.__intervention_tb__ = raised.__traceback__  # pyright: ignore[reportAttributeAccessIssue]
-        kind = type(raised)  # `isinstance` would ask the instance, whose methods may raise
+        kind = type(raised)  # `isinstance` would ask the instance, and its methods may raise
         if issubclass(kind, LoopEnd):
             self.warn(f"{raised}, and the block ended inside the function that holds the loop; saved values are kept")
             return
