@@ -33,15 +33,15 @@ def refuse_config(config: Any) -> None:
         raise VllmRefusalError("LM(engine='vllm') does not serve " + "; ".join(found))
 
 
-def graph_attention_apart(config: Any) -> None:
-    """Change the settings of an engine of this package where `_graphs_lose_kv`: no graph has attention in it."""
+def without_full_graphs(config: Any) -> None:
+    """Change the settings of an engine of this package where `_graphs_lose_kv`: attention is in no CUDA graph."""
     if _graphs_lose_kv(config):
         mode = config.compilation_config.cudagraph_mode
         config.compilation_config.cudagraph_mode = mode.mixed_mode() if mode.separate_routine() else type(mode)(0)
 
 
 def _graphs_lose_kv(config: Any) -> bool:
-    """Whether graphs of whole steps attend to a request's newest token only.
+    """Whether full CUDA graphs attend to a request's newest token only.
 
     With decode context parallelism vLLM captures them by requests without earlier tokens. It leaves attention to those out
     (`should_skip_dcp_context_attention`; its issue 41623). Seen with 0.26 on two H200, and in the source of 0.32.
@@ -99,7 +99,7 @@ def _of_ranks(config: Any) -> Iterator[tuple[bool, str]]:
         ),
         (
             _graphs_lose_kv(config),
-            "decode_context_parallel_size above 1 with graphs of whole steps, which vLLM captures without attention to earlier "
+            "decode_context_parallel_size above 1 with full CUDA graphs, which vLLM captures without attention to earlier "
             "tokens: compilation_config={'cudagraph_mode': 'PIECEWISE'}",
         ),
     )

@@ -36,7 +36,7 @@ from pymllm_interp.vllm_engine.client.core import VllmCore
 from pymllm_interp.vllm_engine.client.sampling import salt_of
 from pymllm_interp.vllm_engine.client.uplink import Uplink
 from pymllm_interp.vllm_engine.recurrent import ROTARY, rotate_by_torch
-from pymllm_interp.vllm_engine.refusals import VllmRefusalError, graph_attention_apart, refuse_config
+from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config, without_full_graphs
 from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_block
 from pymllm_interp.vllm_engine.settings import additional_config, limits_of, server_config_of
 from pymllm_interp.vllm_engine.structures import structure_of
@@ -378,7 +378,7 @@ def test_no_graph_leaves_out_the_kv_of_context_parallel_ranks(mode: str) -> None
         if ranks == 2 and mode != "PIECEWISE":
             with pytest.raises(VllmRefusalError, match="cudagraph_mode': 'PIECEWISE'"):
                 refuse_config(config)
-        graph_attention_apart(config)
+        without_full_graphs(config)
         assert config.compilation_config.cudagraph_mode.name == (GRAPHS[mode] if ranks == 2 else mode)
         refuse_config(config)
 

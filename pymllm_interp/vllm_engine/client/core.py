@@ -19,7 +19,7 @@ from ..images import VllmImages
 from ..orphans import ClientProcess
 from ..payloads import Sealer
 from ..recurrent import rotate_by_torch
-from ..refusals import VllmRefusalError, graph_attention_apart, refuse_config
+from ..refusals import VllmRefusalError, refuse_config, without_full_graphs
 from ..scheduler import scheduler_name
 from ..settings import rank_arguments
 from ..versions import installed_version
@@ -84,7 +84,7 @@ class VllmCore:
             own = rank_arguments(config, arguments.get("quantization"))
             self.config: Any = AsyncEngineArgs(**arguments, **own).create_engine_config()
             rotate_by_torch(self.config)
-            graph_attention_apart(self.config)
+            without_full_graphs(self.config)
             if self.config.scheduler_config.scheduler_cls is None:
                 self.config.scheduler_config.scheduler_cls = scheduler_name(self.config)
         else:

@@ -93,7 +93,7 @@ def run_step(ring: CaptureRing, parts: list[tuple[Own, int, int]]) -> bool:
 @pytest.mark.parametrize("kinds", [[kind] for kind in SPECS] + [["whole", "mean"], ["whole", "generated", "some"]])
 def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory: str, monkeypatch: Any) -> None:
     rng = random.Random(f"{kinds} {memory}")
-    monkeypatch.setattr(ring_module, "PART_BYTES", rng.choice([1 << 26, 2000, 10000]))
+    monkeypatch.setattr(ring_module, "SPAN_PART_BYTES", rng.choice([1 << 26, 2000, 10000]))
     if memory == "small blocks":
         monkeypatch.setattr(copier, "MAX_STEPS", 3)
         monkeypatch.setattr(copier, "FEWEST_STEPS", 2)
@@ -151,14 +151,20 @@ def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory:
     ring.close()
 
 
-@pytest.mark.parametrize("way", WAYS, indirect=True)
-def test_rows_of_large_steps_are_found_once_for_many_steps(monkeypatch: Any) -> None:
-    monkeypatch.setattr(copier, "MAX_BYTES", 0)
+def counted_ring(monkeypatch: Any) -> tuple[CaptureRing, list[int]]:
+    """An open ring, and an entry for each time that rows of results are looked up."""
     found: list[int] = []
     prepare = CapturedRows.prepare
     monkeypatch.setattr(CapturedRows, "prepare", lambda self, memory: found.append(1) or prepare(self, memory))
     ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
     ring.open()
+    return ring, found
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_rows_of_large_steps_are_found_once_for_many_steps(monkeypatch: Any) -> None:
+    monkeypatch.setattr(copier, "MAX_BYTES", 0)
+    ring, found = counted_ring(monkeypatch)
     captures = captures_of(SPECS["whole"](), 2, 12)
     own = captures, {site: torch.randn(12, INFO.hidden_size) for site in captures.layout.by_site}
     for first, count in ((0, 2), *((position, 1) for position in range(2, 12))):
@@ -178,11 +184,7 @@ def test_rows_of_batches_by_turns_are_found_once(memory: str, monkeypatch: Any) 
     """As on pipeline ranks."""
     if memory == "no block":
         monkeypatch.setattr(copier, "MAX_BYTES", 0)
-    found: list[int] = []
-    prepare = CapturedRows.prepare
-    monkeypatch.setattr(CapturedRows, "prepare", lambda self, memory: found.append(1) or prepare(self, memory))
-    ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
-    ring.open()
+    ring, found = counted_ring(monkeypatch)
     owns: list[Own] = []
     for _ in range(3):
         captures = captures_of(SPECS["whole"](), 1, 12)
@@ -207,7 +209,7 @@ def test_parts_of_a_large_step_are_freed_one_by_one(elements: int, monkeypatch: 
     ring.wait()
     left: list[int] = []
     ring.notify_when_freed(lambda: left.append(len(ring.allocator._spans)))
-    monkeypatch.setattr(ring_module, "PART_BYTES", elements * 4)
+    monkeypatch.setattr(ring_module, "SPAN_PART_BYTES", elements * 4)
     owns: list[Own] = []
     for kind, length in (("whole", 9), ("some", 4), ("generated", 3), ("two groups", 5), ("last", 2), ("whole", 1)):
         captures = captures_of(SPECS[kind](), length, length + 1)
